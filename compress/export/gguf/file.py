@@ -21,11 +21,13 @@ from compress.export import Exported, Loss, Progress, check_kinds, told
 from compress.export.gguf import metadata
 from compress.export.gguf import tokenizer as tokenizers
 from compress.export.gguf.blocks import choose, loss, pack
+from compress.export.gguf.check import check
 from compress.export.gguf.tensors import Tensors, Weight
 from runtime.checkpoints.architecture import Architecture
+from runtime.checkpoints.gguf.checkpoint import take_columns
 from runtime.checkpoints.gguf.names import ARCHITECTURES, EMBEDDING, FORMS, ROPE_FACTORS
 from runtime.checkpoints.gguf.parts import Part, parts
-from runtime.checkpoints.gguf.reader import BF16, F16, F32, BlockType, TensorEntry
+from runtime.checkpoints.gguf.reader import BF16, F16, F32, Q8_0, BlockType, TensorEntry
 from runtime.checkpoints.open import open_checkpoint
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
@@ -75,13 +77,17 @@ def _tensors(tensors: Tensors, a: Architecture, kind: str) -> list[Part]:
 
 def _written(tensors: Tensors, part: Part, floats: BlockType | None) -> Written:
     """Type and shape of what a part becomes, by the first of its tensors."""
-    weight = _arranged(part, tensors.read(part.names[0]))
+    found = tensors.read(part.names[0])
+    weight = _arranged(part, found)
     if isinstance(weight, PackedWeight) and weight.scheme.kind != "mxfp4":
         check_kinds([NAME], {weight.scheme.kind})
     shape = tuple(weight.shape)
     if part.heads > 1:
         shape = (part.heads, shape[0] // part.heads, shape[1])
-    kind = floats if floats is not None and isinstance(weight, Tensor) else choose(weight)
+    if isinstance(found, PackedWeight) and isinstance(weight, Tensor):
+        kind = F32 if shape[-1] % Q8_0.weights else Q8_0
+    else:
+        kind = floats if floats is not None and isinstance(weight, Tensor) else choose(weight)
     return Written(
         part, F32 if len(shape) == 1 or part.vector else kind, (len(part.names), *shape) if part.stacked else shape
     )
@@ -92,8 +98,7 @@ def _arranged(part: Part, weight: Weight) -> Weight:
     if part.rows is not None:
         weight = take_rows(weight, torch.from_numpy(part.rows))
     if part.columns is not None:
-        whole = dequantize(weight) if isinstance(weight, PackedWeight) else weight
-        return whole[:, torch.from_numpy(part.columns)]
+        return take_columns(weight, part.columns)
     if part.logarithm and isinstance(weight, Tensor):
         return -weight.float().exp()
     if part.turned == "heads":
@@ -135,7 +140,7 @@ def write(model: Path, out: Path, progress: Progress, *, floats: Floats = "keep"
     tensors = Tensors(checkpoint, a)
     written = [_written(tensors, part, _FLOATS.get(floats)) for part in _tensors(tensors, a, kind)]
     entries = {one.part.tensor: TensorEntry(one.part.tensor, one.kind, one.shape, 0, one.bytes) for one in written}
-    said = metadata.check(shown, a, config, found, entries)
+    said = check(shown, a, config, found, entries)
     losses: list[Loss] = []
     file = out / FILE
     writer = GGUFWriter(file, kind)

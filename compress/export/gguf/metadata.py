@@ -1,29 +1,17 @@
-"""What a GGUF file says of the architecture: keys out of the model's record, and whether they say all of it.
+"""What a GGUF file says of the architecture: keys out of the model's record. check.py has whether that is all of it."""
 
-They do where runtime/checkpoints/gguf/ makes the same record of them again, which reads a file as llama.cpp does.
-"""
-
-import copy
-import math
 from collections.abc import Collection
-from dataclasses import fields
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from compress.errors import UserError
 from runtime.checkpoints.architecture import Architecture, configuration, describe, in_towers, language_model
 from runtime.checkpoints.directory import Checkpoint
-from runtime.checkpoints.gguf.config import configure
 from runtime.checkpoints.gguf.families import ACTIVATION
-from runtime.checkpoints.gguf.names import ARCHITECTURES, FORMS
-from runtime.checkpoints.gguf.reader import Header, TensorEntry
+from runtime.checkpoints.gguf.names import ARCHITECTURES
 from runtime.checkpoints.gguf.rope import HIGH, LOW, ORIGINAL, TRUNCATE, llama3_factors
-from runtime.errors import UserError as RuntimeUserError
-from runtime.model.rotary import frequencies
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -32,8 +20,6 @@ if TYPE_CHECKING:
 Keys = dict[str, Any]
 _PHI_3_TOKENS = {"<s>", "</s>", "<unk>", "<|endoftext|>"}
 _LLAMA_3 = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-# Of the record: what a file says in its tensors, or in other words. `check` looks at windows and activations itself.
-_NOT_COMPARED = ("model_type", "names", "max_positions", "tied", "windows", "activation", "fused", "rotary")
 
 
 def architecture(checkpoint: Checkpoint) -> tuple[Architecture, Any]:
@@ -63,14 +49,14 @@ def as_values(config: Any) -> Keys:
 def context(a: Architecture) -> tuple[int, str | None]:
     """Tokens of context, and a note where that is fewer than the model's: llama.cpp may have no windows here."""
     windows = [window for window in a.windows if window is not None and window < a.max_positions]
-    if not windows or ARCHITECTURES[a.model_type] in _WINDOWS:
+    if not windows or ARCHITECTURES[a.model_type] in WINDOWS:
         return a.max_positions, None
     return min(windows), (
         f"the context is {min(windows)} tokens, the model's sliding window: llama.cpp has none for this architecture"
     )
 
 
-_WINDOWS = ("gemma2", "gemma3", "gpt-oss", "olmo2", "exaone4", "cohere2")
+WINDOWS = ("gemma2", "gemma3", "gpt-oss", "olmo2", "exaone4", "cohere2")
 
 
 def rope(shown: str, config: Keys, a: Architecture) -> tuple[dict[str, Any], "NDArray[np.float32] | None"]:
@@ -180,7 +166,7 @@ def _numbers(a: Architecture) -> Keys:
 
 def _windows(a: Architecture) -> Keys:
     found = {window for window in a.windows if window is not None}
-    if ARCHITECTURES[a.model_type] not in _WINDOWS or not found:
+    if ARCHITECTURES[a.model_type] not in WINDOWS or not found:
         return {}
     return {
         "attention.sliding_window": min(found),
@@ -188,8 +174,6 @@ def _windows(a: Architecture) -> Keys:
     }
 
 
-# llama.cpp takes the groups whose best so many experts add up to most.
-_BEST = 2
 _GATING = {"softmax": 1, "sigmoid": 2}
 
 
@@ -232,7 +216,7 @@ def _layers(a: Architecture) -> Keys:
             "ssm.inner_size": delta.values,
             "attention.recurrent_layers": [layer not in a.attending for layer in range(a.layers)],
         }
-    if a.model_type == "qwen3_5_text":
+    if a.model_type in ("qwen3_5_text", "qwen3_5_moe_text"):
         # Of text all sections rotate alike.
         out["rope.dimension_sections"] = [11, 11, 10, 0]
     if (how := a.latent) is not None:
@@ -241,114 +225,6 @@ def _layers(a: Architecture) -> Keys:
         if how.query_rank is not None:
             out["attention.q_lora_rank"] = how.query_rank
     return out
-
-
-def check(shown: str, a: Architecture, config: Any, found: Keys, tensors: dict[str, TensorEntry]) -> tuple[str, ...]:
-    """Notes on what a file with the keys `found` and such tensors says otherwise than the model does.
-
-    config  as transformers reads it. Raises UserError naming what the architecture of llama.cpp's cannot express.
-    """
-    kind = ARCHITECTURES[a.model_type]
-    metadata: dict[str, Any] = {f"{kind}.{key}": _as_read(value) for key, value in found.items()}
-    try:
-        values = configure(Header(Path(shown), metadata | {"general.architecture": kind}, tensors))
-        again = describe(values)
-    except RuntimeUserError as error:
-        raise UserError(f"{error}: GGUF's {kind} cannot hold this model, so export it to another form") from error
-    if again is None:
-        raise UserError(f"{shown}: GGUF's {kind} cannot hold this variant: export it to another form")
-    differing = [
-        (field.name, getattr(a, field.name), getattr(again, field.name))
-        for field in fields(Architecture)
-        if field.name not in _NOT_COMPARED and not _equal(getattr(a, field.name), getattr(again, field.name))
-    ]
-    if kind in _WINDOWS and a.windows != again.windows:
-        differing.append(("windows", a.windows, again.windows))
-    if [one is None for one in a.rotations] != [one is None for one in again.rotations]:
-        differing.append(("rotated layers", a.rotations, again.rotations))
-    if {a.activation, again.activation} not in ({a.activation}, {"gelu", "gelu_tanh"}):
-        differing.append(("activation", a.activation, again.activation))
-    if FORMS[kind].head == "never" and not a.tied:
-        differing.append(("tied embedding and head", False, True))
-    if a.experts is not None and a.experts.groups[0] > 1 and a.experts.groups[2] != _BEST:
-        differing.append(("groups of experts by their best two", "groups of experts by their best one", ""))
-    if differing:
-        what, ours, theirs = _part(*differing[0])
-        raise UserError(
-            f"{shown}: expected {what} {theirs}, as llama.cpp has it for {kind}, found {ours}: export it to another"
-            " form"
-        )
-    _check_rotation(shown, kind, a, again, config, values)
-    return tuple(_notes(a, kind, found))
-
-
-def _notes(a: Architecture, kind: str, found: Keys) -> "list[str]":
-    notes = []
-    if a.activation == "gelu" and kind in ("gptneox", "falcon"):
-        notes.append("llama.cpp computes this architecture's GELU by its tanh form: logits differ in the fourth digit")
-    if found.get(TRUNCATE) is False:
-        notes.append("llama.cpp rounds the bounds of yarn's ramp to whole dimensions, which this model does not")
-    return notes
-
-
-def _as_read(value: Any) -> Any:
-    """A value as a reader has it."""
-    if isinstance(value, float):
-        return float(np.float32(value))
-    return np.array(value) if isinstance(value, list) else value
-
-
-def _equal(ours: Any, theirs: Any) -> bool:
-    """Whether two values of records are the same; floats went through float32."""
-    if isinstance(ours, float) and isinstance(theirs, float | int):
-        return math.isclose(ours, theirs, rel_tol=1e-5)
-    if isinstance(ours, tuple) and isinstance(theirs, tuple):
-        return len(ours) == len(theirs) and all(_equal(*pair) for pair in zip(ours, theirs, strict=True))
-    if hasattr(ours, "__dataclass_fields__") and type(ours) is type(theirs):
-        return all(
-            _equal(getattr(ours, field.name), getattr(theirs, field.name))
-            for field in fields(ours)
-            if field.name not in ("names", "routers", "fused", "transposed", "interleaved")
-        )
-    return bool(ours == theirs)
-
-
-def _part(what: str, ours: Any, theirs: Any) -> tuple[str, Any, Any]:
-    """Of two descriptions the part that differs."""
-    if hasattr(ours, "__dataclass_fields__") and type(ours) is type(theirs):
-        for field in fields(ours):
-            pair = getattr(ours, field.name), getattr(theirs, field.name)
-            if not _equal(*pair):
-                return f"{what}' {field.name}", *pair
-    return what, ours, theirs
-
-
-def _check_rotation(shown: str, kind: str, a: Architecture, again: Architecture, config: Any, values: Keys) -> None:
-    """Raises UserError where a layer would rotate at other frequencies."""
-    from transformers import AutoConfig
-
-    # Llama 3's come with a tensor, which llama.cpp reads whatever they are.
-    parameters = getattr(config, "rope_parameters", None) or {}
-    if parameters.get("rope_type") == "llama3":
-        return
-    plain = {key: value for key, value in values.items() if key not in ("model_type", "quantization_config")}
-    rotated = a.head_dim
-    theirs = AutoConfig.for_model(values["model_type"], **copy.deepcopy(plain))
-    for ours_kind, their_kind in {
-        pair for pair in zip(a.rotations, again.rotations, strict=True) if pair[0] is not None
-    }:
-        (one, factor), (other, their_factor) = frequencies(config, ours_kind), frequencies(theirs, their_kind or "")
-        rotated = 2 * len(one)
-        if one.shape != other.shape or not torch.allclose(one, other, 1e-4, 0.0) or abs(factor - their_factor) > 1e-4:
-            raise UserError(
-                f"{shown}: expected rotary frequencies that llama.cpp has for {kind}, found"
-                f" {parameters.get(ours_kind) or parameters}: export it to another form"
-            )
-    if FORMS[kind].neighbours and not a.rotary_neighbours and rotated != a.head_dim:
-        raise UserError(
-            f"{shown}: expected heads of which all dimensions rotate, as llama.cpp has it for {kind}, found"
-            f" {rotated} of {a.head_dim}: export it to another form"
-        )
 
 
 def add(writer: "GGUFWriter", called: str, found: Keys) -> None:

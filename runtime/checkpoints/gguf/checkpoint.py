@@ -16,7 +16,7 @@ from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.gguf.blocks import Groups, unpack
 from runtime.checkpoints.gguf.config import configure
 from runtime.checkpoints.gguf.names import FORMS, HEAD, ROPE_FACTORS
-from runtime.checkpoints.gguf.parts import Part, parts
+from runtime.checkpoints.gguf.parts import Order, Part, parts
 from runtime.checkpoints.gguf.reader import BF16, F16, Header, TensorEntry, damaged, read_header
 from runtime.checkpoints.safetensors import Entry, Shards
 from runtime.errors import UserError
@@ -105,13 +105,12 @@ class GgufTensors(Shards):
                 what = f"tensor {stored.name} has {len(rows)} rows, expected {len(part.rows)}"
                 raise damaged(self.header.path.name, what)
             rows = rows[np.argsort(part.rows)]
-        order = None if part.columns is None else torch.from_numpy(np.argsort(part.columns))
         if not stored.kind.plain:
             found = to_packed(self.header.path.name, stored, unpack(stored.kind, rows))
-            return found if order is None else dequantize(found)[:, order]
+            return found if part.columns is None else take_columns(found, np.argsort(part.columns))
         values = _plain(stored, rows)
-        if order is not None:
-            return values[:, order]
+        if part.columns is not None:
+            return take_columns(values, np.argsort(part.columns))
         if part.turned == "matrix":
             return values.t().contiguous()
         values = values.reshape(shape)
@@ -153,6 +152,22 @@ class GgufTensors(Shards):
         return np.array(mapped).reshape(shape[0] if len(shape) == 1 else count, -1)
 
 
+def take_columns(weight: PackedWeight | Tensor, columns: Order) -> PackedWeight | Tensor:
+    """The weight's columns in another order; plain where whole groups do not move together."""
+    order = torch.from_numpy(columns)
+    if isinstance(weight, Tensor):
+        return weight[:, order]
+    groups = weight.scale.shape[1]
+    size = len(columns) // groups
+    whole = columns.reshape(groups, size)
+    together = bool((whole - whole[:, :1] == np.arange(size)).all()) and not (whole[:, 0] % size).any()
+    if weight.perm is not None or not (together or groups == 1):
+        return dequantize(weight)[:, order]
+    of_groups = torch.from_numpy(whole[:, 0] // size) if groups > 1 else torch.zeros(1, dtype=torch.int64)
+    offset = None if weight.offset is None else weight.offset[:, of_groups]
+    return replace(weight, codes=weight.codes[:, order], scale=weight.scale[:, of_groups], offset=offset, tiles=None)
+
+
 def _plain(stored: TensorEntry, rows: NDArray[np.uint8]) -> Tensor:
     """Floats (N, K) out of bytes (N, bytes of a row)."""
     dtype = {F16: torch.float16, BF16: torch.bfloat16}.get(stored.kind, torch.float32)
@@ -179,7 +194,7 @@ def _places(header: Header, config: Mapping[str, Any]) -> dict[str, list[Place]]
     known = {part.tensor: part for part in parts(a, FORMS[architecture])}
     places: dict[str, list[Place]] = {}
     for name, entry in header.tensors.items():
-        if name == ROPE_FACTORS:
+        if name == ROPE_FACTORS or _beyond(name, a.layers, header):
             continue
         if (part := known.get(name)) is None:
             raise UserError(
@@ -192,6 +207,12 @@ def _places(header: Header, config: Mapping[str, Any]) -> dict[str, list[Place]]
     if not a.tied and HEAD not in header.tensors:
         places[f"{a.names.head}.weight"] = places[f"{a.names.embedding}.weight"]
     return places
+
+
+def _beyond(name: str, layers: int, header: Header) -> bool:
+    """Whether a tensor is of a layer that predicts further tokens."""
+    more = header.metadata.get(f"{header.metadata['general.architecture']}.nextn_predict_layers", 0)
+    return isinstance(more, int) and any(name.startswith(f"blk.{layers + i}.") for i in range(min(more, 16)))
 
 
 def _check(header: Header, entry: TensorEntry, part: Part) -> None:

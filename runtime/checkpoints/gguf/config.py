@@ -31,6 +31,10 @@ def configure(header: Header) -> dict[str, Any]:
     if layers > len(header.tensors):
         what = f"{keys.architecture}.block_count is {layers}, but there are {len(header.tensors)} tensors"
         raise damaged(keys.shown, what)
+    # Layers that predict further tokens come last, and are not run.
+    layers -= int(keys.real("nextn_predict_layers", 0))
+    if layers < 1:
+        raise damaged(keys.shown, f"{keys.architecture}.nextn_predict_layers leaves {layers} layers")
     if (said := keys.whole("embedding_length")) != hidden:
         raise UserError(f"{keys.shown}: embedding_length is {said}, and {EMBEDDING} has rows of {hidden}")
     size = keys.whole("attention.key_length", max(hidden // heads, 1))

@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.checkpoints.gguf.keys import Keys
-from runtime.checkpoints.gguf.reader import damaged
-
-Config = dict[str, Any]
+from runtime.checkpoints.gguf.shared_keys import Config, biases, convolutions, deltas, experts, latent, sigmoids, window
 
 
 @dataclass(frozen=True)
@@ -29,39 +27,10 @@ class Family:
     sized: bool = True
 
 
-# Each expert gets names of its own, so a count out of a damaged file must be a sane one.
-_MOST_EXPERTS = 1 << 14
-
-
-def experts(keys: Keys, name: str = "num_experts") -> Config:
-    """The number of experts, under `name`, and of those that a token goes through. Raises UserError for odd ones."""
-    count, used = keys.whole("expert_count"), keys.whole("expert_used_count")
-    if not used <= count <= _MOST_EXPERTS:
-        what = f"{keys.architecture}.expert_used_count {used} and expert_count {count} must rise, to at most"
-        raise damaged(keys.shown, f"{what} {_MOST_EXPERTS}")
-    return {name: count, "num_experts_per_tok": used}
-
-
-def _biases(keys: Keys, **tensors: str) -> Config:
-    """Which layers have biases: transformers' keys, and llama.cpp's names of layers."""
-    return {key: keys.has(f".{tensor}.bias") for key, tensor in tensors.items()}
-
-
-def _window(keys: Keys, config: Config, every: int, window: int | None = None) -> Config:
-    """Window and layer_types: of so many layers the last sees everything, where the file has no pattern of its own."""
-    layers, key = config["num_hidden_layers"], "attention.sliding_window_pattern"
-    slides = keys.each(key, layers)
-    if slides is None:
-        every = keys.whole(key, every)
-        slides = [int(layer % every < every - 1) for layer in range(layers)]
-    kinds = ["sliding_attention" if one else "full_attention" for one in slides]
-    return {"sliding_window": keys.whole("attention.sliding_window", window), "layer_types": kinds}
-
-
 def _llama(keys: Keys, config: Config) -> Config:
     if keys.get("expert_count") is not None:
         return {"model_type": "mixtral", "sliding_window": None} | experts(keys, "num_local_experts")
-    return _biases(keys, attention_bias="attn_q", mlp_bias="ffn_up")
+    return biases(keys, attention_bias="attn_q", mlp_bias="ffn_up")
 
 
 def _qwen3moe(keys: Keys, config: Config) -> Config:
@@ -87,7 +56,7 @@ def _scalar(config: Config, layers: int) -> int:
 
 
 def _gemma2(keys: Keys, config: Config) -> Config:
-    return _window(keys, config, 2, 4096) | {
+    return window(keys, config, 2, 4096) | {
         "query_pre_attn_scalar": _scalar(config, 46),
         "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
@@ -97,7 +66,7 @@ def _gemma2(keys: Keys, config: Config) -> Config:
 def _gemma3(keys: Keys, config: Config) -> Config:
     local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", 10_000.0)}
     windowed = keys.get("attention.sliding_window") is not None
-    kinds = _window(keys, config, 6) if windowed else {"layer_types": ["full_attention"] * config["num_hidden_layers"]}
+    kinds = window(keys, config, 6) if windowed else {"layer_types": ["full_attention"] * config["num_hidden_layers"]}
     return kinds | {
         "query_pre_attn_scalar": _scalar(config, 62),
         "final_logit_softcapping": keys.real("final_logit_softcapping", 0.0) or None,
@@ -107,7 +76,7 @@ def _gemma3(keys: Keys, config: Config) -> Config:
 
 def _gpt_oss(keys: Keys, config: Config) -> Config:
     size = {"intermediate_size": keys.whole("expert_feed_forward_length")}
-    return _window(keys, config, 2) | experts(keys, "num_local_experts") | size
+    return window(keys, config, 2) | experts(keys, "num_local_experts") | size
 
 
 def _granite(keys: Keys, config: Config) -> Config:
@@ -118,7 +87,7 @@ def _granite(keys: Keys, config: Config) -> Config:
         "attention_multiplier": attention,
         "residual_multiplier": keys.real("residual_scale", 0.0) or 1.0,
         "logits_scaling": keys.number("logit_scale"),
-    } | _biases(keys, attention_bias="attn_q", mlp_bias="ffn_up")
+    } | biases(keys, attention_bias="attn_q", mlp_bias="ffn_up")
 
 
 def _granitemoe(keys: Keys, config: Config) -> Config:
@@ -132,7 +101,7 @@ def _olmo2(keys: Keys, config: Config) -> Config:
     # Both rotate at one base.
     local = {"rope_type": "default", "rope_theta": full["rope_theta"]}
     sets = {"sliding_attention": local, "full_attention": full}
-    return {"model_type": "olmo3", "rope_parameters": sets} | _window(keys, config, 4)
+    return {"model_type": "olmo3", "rope_parameters": sets} | window(keys, config, 4)
 
 
 def _smollm3(keys: Keys, config: Config) -> Config:
@@ -140,7 +109,7 @@ def _smollm3(keys: Keys, config: Config) -> Config:
 
 
 def _attention_bias(keys: Keys, config: Config) -> Config:
-    return _biases(keys, attention_bias="attn_q")
+    return biases(keys, attention_bias="attn_q")
 
 
 def _mistral3(keys: Keys, config: Config) -> Config:
@@ -152,62 +121,8 @@ def _mistral3(keys: Keys, config: Config) -> Config:
     return {"rope_parameters": config["rope_parameters"] | more}
 
 
-_SIGMOID = 2
-
-
-def _deepseek2(keys: Keys, config: Config) -> Config:
-    rank, rotated = keys.whole("attention.kv_lora_rank"), keys.whole("rope.dimension_count")
-    if not keys.has(".attn_k_b.weight"):
-        raise damaged(
-            keys.shown, "tensor blk.0.attn_k_b.weight is missing, which files had before May 2025 as attn_kv_b"
-        )
-    # DeepSeek-V2-Lite and those built like it.
-    layers, vocab = config["num_hidden_layers"], config["vocab_size"]
-    lite = layers in (26, 27) or (layers == 48 and vocab == 128_256)
-    shared, size = keys.whole("expert_shared_count"), keys.whole("expert_feed_forward_length")
-    # GLM-4.7-Flash's files may not say it.
-    glm = layers in (47, 48) and vocab == 154_880
-    sigmoid = keys.whole("expert_gating_func", _SIGMOID if glm else 1) == _SIGMOID
-    groups = keys.whole("expert_group_count", 1), keys.whole("expert_group_used_count", 1)
-    own: Config = {"model_type": "deepseek_v3", "norm_topk_prob": keys.truth("expert_weights_norm", False)}
-    if not sigmoid:
-        method = "greedy" if groups[0] == 1 else "group_limited_greedy"
-        own = {"model_type": "deepseek_v2", "norm_topk_prob": False, "topk_method": method}
-    return (
-        own
-        | experts(keys, "n_routed_experts")
-        | {
-            "num_key_value_heads": config["num_attention_heads"],
-            "head_dim": rotated,
-            "kv_lora_rank": rank,
-            "q_lora_rank": None if lite else keys.whole("attention.q_lora_rank"),
-            "qk_rope_head_dim": rotated,
-            "qk_nope_head_dim": keys.whole("attention.key_length_mla") - rotated,
-            "v_head_dim": keys.whole("attention.value_length_mla"),
-            "moe_intermediate_size": size,
-            "n_shared_experts": shared,
-            "first_k_dense_replace": int(keys.real("leading_dense_block_count", 0)),
-            "routed_scaling_factor": keys.real("expert_weights_scale", 0.0) or 1.0,
-            "n_group": groups[0],
-            "topk_group": groups[1],
-            "rope_parameters": {k: v for k, v in config["rope_parameters"].items() if k != "partial_rotary_factor"},
-        }
-    )
-
-
-def _lfm2(keys: Keys, config: Config) -> Config:
-    layers = config["num_hidden_layers"]
-    heads = keys.each("attention.head_count_kv", layers) or [config["num_key_value_heads"]] * layers
-    return {
-        "layer_types": ["full_attention" if count else "conv" for count in heads],
-        "conv_L_cache": keys.whole("shortconv.l_cache"),
-        "block_ff_dim": config["intermediate_size"],
-        "tie_embedding": config["tie_word_embeddings"],
-    }
-
-
 def _lfm2moe(keys: Keys, config: Config) -> Config:
-    found = _lfm2(keys, config)
+    found = convolutions(keys, config)
     del found["block_ff_dim"]
     return (
         found
@@ -221,23 +136,8 @@ def _lfm2moe(keys: Keys, config: Config) -> Config:
     )
 
 
-def _deltas(keys: Keys, config: Config) -> Config:
-    layers, heads = config["num_hidden_layers"], keys.whole("ssm.time_step_rank")
-    every = keys.whole("full_attention_interval", 4)
-    slow = keys.each("attention.recurrent_layers", layers) or [(layer + 1) % every for layer in range(layers)]
-    return {
-        "layer_types": ["linear_attention" if one else "full_attention" for one in slow],
-        "linear_num_key_heads": keys.whole("ssm.group_count"),
-        "linear_num_value_heads": heads,
-        "linear_key_head_dim": keys.whole("ssm.state_size"),
-        # Values have as many dimensions as keys.
-        "linear_value_head_dim": keys.whole("ssm.state_size"),
-        "linear_conv_kernel_dim": keys.whole("ssm.conv_kernel"),
-    }
-
-
 def _qwen3next(keys: Keys, config: Config) -> Config:
-    return _deltas(keys, config) | _qwen2moe(keys, config)
+    return deltas(keys, config) | _qwen2moe(keys, config)
 
 
 # llama.cpp slides in models of so many layers, and in no others.
@@ -247,18 +147,18 @@ _EXAONE_32B = 64
 def _exaone4(keys: Keys, config: Config) -> Config:
     if config["num_hidden_layers"] != _EXAONE_32B:
         return {"sliding_window": None, "layer_types": ["full_attention"] * config["num_hidden_layers"]}
-    return _window(keys, config, 4, 4096)
+    return window(keys, config, 4, 4096)
 
 
 def _cohere2(keys: Keys, config: Config) -> Config:
-    return _window(keys, config, 4) | {"logit_scale": keys.number("logit_scale")}
+    return window(keys, config, 4) | {"logit_scale": keys.number("logit_scale")}
 
 
 def _stablelm(keys: Keys, config: Config) -> Config:
     return {
         "use_parallel_residual": not keys.has(".ffn_norm.weight"),
         "qk_layernorm": keys.has(".attn_q_norm.weight"),
-    } | _biases(keys, use_qkv_bias="attn_q")
+    } | biases(keys, use_qkv_bias="attn_q")
 
 
 def _gpt2(keys: Keys, config: Config) -> Config:
@@ -300,7 +200,22 @@ def _falcon(keys: Keys, config: Config) -> Config:
 
 
 def _nemotron(keys: Keys, config: Config) -> Config:
-    return _biases(keys, attention_bias="attn_q", mlp_bias="ffn_up")
+    return biases(keys, attention_bias="attn_q", mlp_bias="ffn_up")
+
+
+def _glm4moe(keys: Keys, config: Config) -> Config:
+    normed = {"use_qk_norm": keys.has(".attn_q_norm.weight")}
+    return sigmoids(keys, config) | normed | biases(keys, attention_bias="attn_q")
+
+
+def _dots1(keys: Keys, config: Config) -> Config:
+    # Each head has keys of its own.
+    return sigmoids(keys, config) | {"num_key_value_heads": config["num_attention_heads"]}
+
+
+def _minimax(keys: Keys, config: Config) -> Config:
+    # Feed forward of a layer is that of its experts.
+    return experts(keys, "num_local_experts") | {"intermediate_size": keys.whole("expert_feed_forward_length")}
 
 
 def _olmoe(keys: Keys, config: Config) -> Config:
@@ -311,6 +226,7 @@ def _olmoe(keys: Keys, config: Config) -> Config:
 _TANH = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 # Of a mixture in every layer; whether llama.cpp divides the chosen experts' shares by their sum is no key either.
 _EVERY = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+_UNBIASED = {"conv_bias": False}
 FAMILIES: dict[str, Family] = {
     "llama": Family("llama", _llama),
     "qwen2": Family("qwen2"),
@@ -328,14 +244,20 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family("smollm3", _smollm3, {"use_sliding_window": False}),
     "glm4": Family("glm4", _attention_bias),
     "mistral3": Family("ministral3", _mistral3, {"sliding_window": None}),
-    "deepseek2": Family("deepseek_v3", _deepseek2),
-    "lfm2": Family("lfm2", _lfm2, {"conv_bias": False, "block_auto_adjust_ff_dim": False}, "norm_eps", mixed=True),
-    "lfm2moe": Family("lfm2_moe", _lfm2moe, {"conv_bias": False}, "norm_eps", mixed=True),
+    "deepseek2": Family("deepseek_v3", latent),
+    "lfm2": Family(
+        "lfm2", convolutions, {"conv_bias": False, "block_auto_adjust_ff_dim": False}, "norm_eps", mixed=True
+    ),
+    "lfm2moe": Family("lfm2_moe", _lfm2moe, _UNBIASED, "norm_eps", mixed=True),
     "qwen3next": Family("qwen3_next", _qwen3next, {"norm_topk_prob": True} | _EVERY),
-    "qwen35": Family("qwen3_5_text", _deltas),
+    "qwen35": Family("qwen3_5_text", deltas),
+    "qwen35moe": Family("qwen3_5_moe_text", _qwen3next),
+    "glm4moe": Family("glm4_moe", _glm4moe),
+    "dots1": Family("dots1", _dots1, {"sliding_window": None}),
+    "minimax-m2": Family("minimax_m2", _minimax),
     "exaone4": Family("exaone4", _exaone4),
     "seed_oss": Family("seed_oss", _attention_bias),
-    "ernie4_5": Family("ernie4_5", lambda keys, config: _biases(keys, use_bias="attn_q")),
+    "ernie4_5": Family("ernie4_5", lambda keys, config: biases(keys, use_bias="attn_q")),
     "hunyuan-dense": Family("hunyuan_v1_dense", _attention_bias),
     "arcee": Family("arcee", None, {"hidden_act": "relu2"}),
     "cohere2": Family("cohere2", _cohere2, {}, "layer_norm_eps", False),

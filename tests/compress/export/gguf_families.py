@@ -48,6 +48,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"swiglu_limit": 7.0, "head_dim": 40},
     "qwen3_next": {"mlp_only_layers": [], "linear_value_head_dim": 20},
     "qwen3_5_text": {"linear_value_head_dim": 20},
+    "qwen3_5_moe_text": {"linear_value_head_dim": 20},
+    "glm4_moe": {},
+    "dots1": {"num_key_value_heads": 5, "sliding_window": None, "layer_types": None},
+    "minimax_m2": {},
     "lfm2": {"conv_bias": False},
     "lfm2_moe": {"routed_scaling_factor": 1.0},
 }

@@ -1,0 +1,132 @@
+"""Whether a GGUF file says all of a model: its keys, read as llama.cpp reads them, make the model's record again."""
+
+import copy
+import math
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from compress.errors import UserError
+from compress.export.gguf.metadata import WINDOWS, Keys
+from runtime.checkpoints.architecture import Architecture, describe
+from runtime.checkpoints.gguf.config import configure
+from runtime.checkpoints.gguf.names import ARCHITECTURES, FORMS
+from runtime.checkpoints.gguf.reader import Header, TensorEntry
+from runtime.checkpoints.gguf.rope import TRUNCATE
+from runtime.errors import UserError as RuntimeUserError
+from runtime.model.rotary import frequencies
+
+# Of the record: what a file says in its tensors, or in other words. `check` looks at windows and activations itself.
+_NOT_COMPARED = ("model_type", "names", "max_positions", "tied", "windows", "activation", "fused", "rotary")
+# llama.cpp takes the groups whose best so many experts add up to most.
+_BEST = 2
+
+
+def check(shown: str, a: Architecture, config: Any, found: Keys, tensors: dict[str, TensorEntry]) -> tuple[str, ...]:
+    """Notes on what a file with the keys `found` and such tensors says otherwise than the model does.
+
+    config  as transformers reads it. Raises UserError naming what the architecture of llama.cpp's cannot express.
+    """
+    kind = ARCHITECTURES[a.model_type]
+    metadata: dict[str, Any] = {f"{kind}.{key}": _as_read(value) for key, value in found.items()}
+    try:
+        values = configure(Header(Path(shown), metadata | {"general.architecture": kind}, tensors))
+        again = describe(values)
+    except RuntimeUserError as error:
+        raise UserError(f"{error}: GGUF's {kind} cannot hold this model, so export it to another form") from error
+    if again is None:
+        raise UserError(f"{shown}: GGUF's {kind} cannot hold this variant: export it to another form")
+    differing = [
+        (field.name, getattr(a, field.name), getattr(again, field.name))
+        for field in fields(Architecture)
+        if field.name not in _NOT_COMPARED and not _equal(getattr(a, field.name), getattr(again, field.name))
+    ]
+    if kind in WINDOWS and a.windows != again.windows:
+        differing.append(("windows", a.windows, again.windows))
+    if [one is None for one in a.rotations] != [one is None for one in again.rotations]:
+        differing.append(("rotated layers", a.rotations, again.rotations))
+    if {a.activation, again.activation} not in ({a.activation}, {"gelu", "gelu_tanh"}):
+        differing.append(("activation", a.activation, again.activation))
+    if FORMS[kind].head == "never" and not a.tied:
+        differing.append(("tied embedding and head", False, True))
+    if a.experts is not None and a.experts.groups[0] > 1 and a.experts.groups[2] != _BEST:
+        differing.append(("groups of experts by their best two", "groups of experts by their best one", ""))
+    if differing:
+        what, ours, theirs = _part(*differing[0])
+        raise UserError(
+            f"{shown}: expected {what} {theirs}, as llama.cpp has it for {kind}, found {ours}: export it to another"
+            " form"
+        )
+    _check_rotation(shown, kind, a, again, config, values)
+    return tuple(_notes(a, kind, found))
+
+
+def _notes(a: Architecture, kind: str, found: Keys) -> "list[str]":
+    notes = []
+    if a.activation == "gelu" and kind in ("gptneox", "falcon"):
+        notes.append("llama.cpp computes this architecture's GELU by its tanh form: logits differ in the fourth digit")
+    if found.get(TRUNCATE) is False:
+        notes.append("llama.cpp rounds the bounds of yarn's ramp to whole dimensions, which this model does not")
+    return notes
+
+
+def _as_read(value: Any) -> Any:
+    """A value as a reader has it."""
+    if isinstance(value, float):
+        return float(np.float32(value))
+    return np.array(value) if isinstance(value, list) else value
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    """Whether two values of records are the same; floats went through float32."""
+    if isinstance(ours, float) and isinstance(theirs, float | int):
+        return math.isclose(ours, theirs, rel_tol=1e-5)
+    if isinstance(ours, tuple) and isinstance(theirs, tuple):
+        return len(ours) == len(theirs) and all(_equal(*pair) for pair in zip(ours, theirs, strict=True))
+    if hasattr(ours, "__dataclass_fields__") and type(ours) is type(theirs):
+        return all(
+            _equal(getattr(ours, field.name), getattr(theirs, field.name))
+            for field in fields(ours)
+            if field.name not in ("names", "routers", "fused", "transposed", "interleaved")
+        )
+    return bool(ours == theirs)
+
+
+def _part(what: str, ours: Any, theirs: Any) -> tuple[str, Any, Any]:
+    """Of two descriptions the part that differs."""
+    if hasattr(ours, "__dataclass_fields__") and type(ours) is type(theirs):
+        for field in fields(ours):
+            pair = getattr(ours, field.name), getattr(theirs, field.name)
+            if not _equal(*pair):
+                return f"{what}' {field.name}", *pair
+    return what, ours, theirs
+
+
+def _check_rotation(shown: str, kind: str, a: Architecture, again: Architecture, config: Any, values: Keys) -> None:
+    """Raises UserError where a layer would rotate at other frequencies."""
+    from transformers import AutoConfig
+
+    # Llama 3's come with a tensor, which llama.cpp reads whatever they are.
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if parameters.get("rope_type") == "llama3":
+        return
+    plain = {key: value for key, value in values.items() if key not in ("model_type", "quantization_config")}
+    rotated = a.head_dim
+    theirs = AutoConfig.for_model(values["model_type"], **copy.deepcopy(plain))
+    pairs = {(one, other or "") for one, other in zip(a.rotations, again.rotations, strict=True) if one is not None}
+    for ours_kind, their_kind in pairs:
+        (one, factor), (other, their_factor) = frequencies(config, ours_kind), frequencies(theirs, their_kind)
+        rotated = 2 * len(one)
+        if one.shape != other.shape or not torch.allclose(one, other, 1e-4, 0.0) or abs(factor - their_factor) > 1e-4:
+            raise UserError(
+                f"{shown}: expected rotary frequencies that llama.cpp has for {kind}, found"
+                f" {parameters.get(ours_kind) or parameters}: export it to another form"
+            )
+    if FORMS[kind].neighbours and not a.rotary_neighbours and rotated != a.head_dim:
+        raise UserError(
+            f"{shown}: expected heads of which all dimensions rotate, as llama.cpp has it for {kind}, found"
+            f" {rotated} of {a.head_dim}: export it to another form"
+        )
