@@ -70,15 +70,11 @@ class Capture:
             hidden, found = self._forward(row)
             check_window(hidden, number, "the embeddings")
             if not self.calls:
-                self.calls = find_places(found, self._forward(row.flip(0))[1])
-            calls = [replace(call, own=of.own, shared=of.shared) for call, of in zip(found, self.calls, strict=True)]
-            self.calls = [call.bare() for call in self.calls]
-            if not all(_same(one, other.bare()) for one, other in zip(self.calls, calls, strict=True)):
-                raise UserError(
-                    f"{type(self._body).__name__}: expected layers that are given of the text their hidden states and "
-                    "one tensor at most, found other arguments that differ between texts: use a recipe that looks at "
-                    "no text"
-                )
+                other = self._forward(row.flip(0))[1]
+                placed = find_places(found, other)
+                self.calls = [call.bare() for call in placed]
+                self._require_same(other)
+            calls = self._require_same(found)
             own = [given.to(torch.float32) for call in calls if (given := call.input) is not None]
             if own and len(own) < len(calls):
                 raise UserError(
@@ -86,6 +82,16 @@ class Capture:
                     f"{len(own)} of {len(calls)}: use a recipe that looks at no text"
                 )
             yield Row(hidden.shape[-1], tuple(part.shape[-1] for part in own)), torch.cat([hidden, *own], dim=-1)
+
+    def _require_same(self, found: Sequence[Call]) -> list[Call]:
+        """The calls of a text, told where its own arguments are. Raises UserError where others differ from `calls`."""
+        told = [replace(call, own=of.own, shared=of.shared) for call, of in zip(found, self.calls, strict=True)]
+        if not all(_same(one, other.bare()) for one, other in zip(self.calls, told, strict=True)):
+            raise UserError(
+                f"{type(self._body).__name__}: expected layers that are given of the text their hidden states and one "
+                "tensor at most, found other arguments that differ between texts: use a recipe that looks at no text"
+            )
+        return told
 
     def release(self) -> None:
         """Lets go of the weights."""

@@ -50,8 +50,7 @@ class Names:
 class Beside:
     """A mixture beside an MLP (Gemma 4): both read the residual stream, each through a norm of its own.
 
-    router_scale   what the router's rows are multiplied by, which are normed without a weight, beside hidden ** -0.5.
-    expert_scale   for each expert what its share is multiplied by.
+    router_scale  multiplies the router's rows, normed without a weight, beside hidden ** -0.5; expert_scale: shares.
     mlp_output_norm, input_norm, output_norm  after the MLP; before and after the experts.
     """
 

@@ -17,7 +17,10 @@ from tests.compress.tiny_architectures import make
 
 transformers = pytest.importorskip("transformers")
 
-NINE = ("gpt2", "opt", "phi", "bloom", "starcoder2", "gpt_neox", "falcon", "granitemoe", "phimoe")
+NAMED = (
+    *("gpt2", "opt", "phi", "bloom", "starcoder2", "gpt_neox", "falcon", "granitemoe", "phimoe"),
+    *("mamba2", "nemotron_h", "granitemoehybrid", "falcon_h1"),
+)
 RECIPES = ("nf4", "int8-dynamic", "int4-rtn", "int4-gptq")
 PLAIN_WEIGHT = "transformers' initialisation of this model asks for its plain weight"
 LIMITS = {
@@ -27,7 +30,7 @@ LIMITS = {
 }
 # A token's logits depend on what follows it, too.
 LOOKING_AHEAD = ("cpmant", "prophetnet", "xlm", "xlnet")
-SLICE = {("gpt2", "nf4"), ("phimoe", "int4-gptq"), ("falcon", "int4-rtn")}
+SLICE = {("gpt2", "nf4"), ("phimoe", "int4-gptq"), ("falcon", "int4-rtn"), ("nemotron_h", "int4-gptq")}
 TOKENS = torch.tensor([5, 9, 17, 300, 41, 7, 88, 1000])
 
 
@@ -92,7 +95,7 @@ def test_a_text_in_parts_has_the_logits_of_the_whole(family: str, tmp_path: Path
     ("family", "recipe"),
     [
         pytest.param(family, recipe, marks=() if (family, recipe) in SLICE else pytest.mark.slow)
-        for family in NINE
+        for family in NAMED
         for recipe in RECIPES
     ],
 )

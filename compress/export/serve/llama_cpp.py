@@ -8,13 +8,13 @@ from compress.export import told
 from compress.export.serve import target
 from compress.export.serve.parts import FOLDER, HOST, Command, ConfigFile, Section
 from compress.export.serve.run_facts import Facts
+from runtime.checkpoints.gguf.names import ARCHITECTURES
 
 KEY, TITLE, PACKAGE = "llama_cpp", "llama.cpp", "llama_cpp"
 PORT = 8080
 _PROGRAM = "llama-server"
 _CONFIG = f"{FOLDER}/llama-cpp-python.json"
 _FORM, _FILE = "gguf", "model.gguf"
-_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "mixtral", "qwen3_moe"})
 # llama.cpp's types of caches that are nearest to ours.
 _CACHES = {"int8": "q8_0", "int4": "q4_0"}
 _SECONDS = 20
@@ -22,7 +22,7 @@ TABLES = {"--spec-type": "spec_type", "models": "models"}
 
 
 def section(facts: Facts) -> Section:
-    if facts.model_type not in _FAMILIES:
+    if facts.model_type not in ARCHITECTURES:
         said = f"llama.cpp reads GGUF only, and models of type {facts.model_type!r} are not exported to it."
         return Section(KEY, TITLE, (said,))
     if "fp8" in facts.kinds:

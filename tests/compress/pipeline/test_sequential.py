@@ -134,11 +134,11 @@ def test_one_pass_feeds_all_stages_and_shared_inputs_are_counted_once(
     tiny: Tiny, go: Any, spy: Spy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[str, int]] = []
-    for name in ("show", "outputs"):
+    for name in ("show", "following"):
         monkeypatch.setattr(Inputs, name, counting(name, getattr(Inputs, name), calls))
     go(tiny("llama"), WANDA)
     # Statistics and then outputs; after the last block nobody needs any.
-    assert calls == [("show", 0), ("outputs", 0), ("show", 1)]
+    assert calls == [("show", 0), ("following", 0), ("show", 1)]
     first = spy.statistics[0]
     assert first["self_attn.q_proj"] is first["self_attn.k_proj"] is first["self_attn.v_proj"]
     assert first["mlp.gate_proj"] is first["mlp.up_proj"]

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -70,3 +71,61 @@ def test_the_first_lfm2_has_other_keys(tmp_path: Path) -> None:
     found = describe(transformers_configuration(open_checkpoint(tmp_path)).to_dict())
     assert found is not None and found.attending == (1,)
     assert describe(today | first) == found == describe(today | then)
+
+
+def gemma4(**changed: Any) -> dict[str, Any]:
+    """As it is on the hub: what only layers that see everything have, once."""
+    return {
+        **{"model_type": "gemma4_text", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1},
+        **{"attention_k_eq_v": True, "vocab_size": 100, "vocab_size_per_layer_input": 100, "intermediate_size": 96},
+        **{"hidden_size_per_layer_input": 8, "sliding_window": 8, "num_kv_shared_layers": 2},
+        **{"layer_types": ["sliding_attention", "full_attention"] * 2, "use_double_wide_mlp": True},
+        **changed,
+    }
+
+
+def test_gemma4_s_layers_have_shapes_of_their_own_and_share_keys() -> None:
+    from transformers import AutoConfig
+
+    raw = gemma4()
+    found = describe(raw)
+    # transformers tells them layer by layer.
+    told = AutoConfig.for_model(**raw).to_dict()
+    assert "per_layer_config" in told and "global_head_dim" not in told
+    assert found is not None and found == describe(json.loads(json.dumps(told)))
+    assert [(tuple(group.shape), group.layers) for group in found.key_groups] == [((2, 16), (0,)), ((1, 32), (1,))]
+    assert found.places == (0, 1, 0, 1) and found.intermediates == (96, 96, 192, 192)
+    assert found.cache_shape.groups == ((1, 2, 16), (1, 1, 32))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_kv_shared_layers": 3}, "num_kv_shared_layers is 3, and no layer of kind 'full_attention' among"),
+        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers is 4, and no layer of kind"),
+        ({"layer_types": ["chunked_attention"] * 4}, "layer_types may name .* found 'chunked_attention'"),
+        ({"num_global_key_value_heads": 3}, r"layer 1 has 3 key/value heads of 32 dimensions"),
+        ({"global_head_dim": 31}, r"layer 1 has 1 key/value heads of 31 dimensions"),
+        (
+            {"enable_moe_block": True, "num_experts": 2, "top_k_experts": 3, "moe_intermediate_size": 8},
+            "top_k_experts is 3, and a layer has 2 experts",
+        ),
+    ],
+)
+def test_what_gemma4_cannot_be_is_told(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        describe(gemma4(**changed))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"use_bidirectional_attention": "all"},
+        {"vocab_size_per_layer_input": 90},
+        {"per_layer_config": {"1": {"sliding_window": 4}}},
+        {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}, "sliding_attention": {}}},
+    ],
+)
+def test_variants_of_gemma4_are_left_to_transformers(changed: dict[str, Any]) -> None:
+    assert describe(gemma4(**changed)) is None

@@ -39,6 +39,8 @@ def test_the_page_is_that_of_the_installed_transformers() -> None:
         ("lfm2_moe", "exact", ""),
         ("qwen3_next", "exact", ""),
         ("qwen3_5_text", "exact", ""),
+        ("mamba2", "exact", ""),
+        ("falcon_h1", "exact", ""),
         ("bloom", "measured", ""),
         ("lfm3", "measured", ""),
         ("openai-gpt", "measured", "reads the whole text again"),

@@ -17,7 +17,8 @@ from tests.slices import often
 
 # What Triton's attention has not.
 REFUSED = {
-    "gemma2": "attn_logit_softcapping",
+    **dict.fromkeys(("gemma2", "vaultgemma"), "attn_logit_softcapping"),
+    "gemma4_text": "keys of several shapes",
     "gpt_oss": "sinks",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"), "latent"),
     **dict.fromkeys(("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text"), "layers with a state"),
