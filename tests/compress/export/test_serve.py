@@ -54,7 +54,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "pruned": CONFIG | {"num_hidden_layers": 2},
     "medusa": described(int8.scheme()),
     "mixtral": CONFIG | {"model_type": "mixtral", "num_local_experts": 4},
-    "gpt2": CONFIG | {"model_type": "gpt2"},
+    "helium": CONFIG | {"model_type": "helium"},
 }
 
 
@@ -205,7 +205,7 @@ def test_what_engines_do_not_load(tmp_path: Path) -> None:
     both = by_engine(a_run(tmp_path, "int4-kv-int4"))
     # GPTQ's layout has no place for the scheme that vLLM stops at.
     assert both["vllm"].commands[0].words[2] == "./exports/gptq" and both["vllm"].needs
-    assert not by_engine(a_run(tmp_path, "gpt2"))["llama_cpp"].loads
+    assert not by_engine(a_run(tmp_path, "helium"))["llama_cpp"].loads
 
 
 def test_forms_that_are_there_need_not_be_made(tmp_path: Path) -> None:
