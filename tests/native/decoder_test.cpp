@@ -264,7 +264,7 @@ void sizes(const TestModel& m) {
         auto changed = [&](const char* what, auto&& change) {
             Mamba other = m.blocks[0].mamba;
             change(other);
-            refused(what, [&](Model&, Layer& layer) { layer.mamba = &other; });
+            refused(what, [&](Model&, Layer& layer, Heads&, LayerInputs&) { layer.mamba = &other; });
         };
         changed("a state space of one tap", [](Mamba& other) { other.count = 1; });
         changed("no rates", [](Mamba& other) { other.rate = nullptr; });

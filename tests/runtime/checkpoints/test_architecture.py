@@ -95,7 +95,7 @@ def test_gemma4_s_layers_have_shapes_of_their_own_and_share_keys() -> None:
     assert "per_layer_config" in told and "global_head_dim" not in told
     assert found is not None and found == describe(json.loads(json.dumps(told)))
     assert [(tuple(group.shape), group.layers) for group in found.key_groups] == [((2, 16), (0,)), ((1, 32), (1,))]
-    assert found.places == (0, 1, 0, 1) and found.intermediates == (96, 96, 192, 192)
+    assert found.places == ((0, 0), (1, 0), (0, 0), (1, 0)) and found.intermediates == (96, 96, 192, 192)
     assert found.cache_shape.groups == ((1, 2, 16), (1, 1, 32))
 
 
