@@ -32,7 +32,7 @@ class Form:
 
 _POST = {"ffn_norm": "post_attention_norm"}
 FORMS: dict[str, Form] = {
-    "llama": Form(("llama", "mistral", "mixtral"), True, biases=_MLP, rope_factors=True),
+    "llama": Form(("llama", "mistral", "ministral", "mixtral"), True, biases=_MLP, rope_factors=True),
     "qwen2": Form(("qwen2",)),
     "qwen3": Form(("qwen3",)),
     "qwen3moe": Form(("qwen3_moe",)),

@@ -23,6 +23,15 @@ _END = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SHORT_FORMS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 LLAMA_3 = _SHORT_FORMS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + _END
 QWEN_2 = _SHORT_FORMS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _END
+QWEN_35 = (
+    _SHORT_FORMS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEEPSEEK_3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED_END = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 TEKKEN = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}|" + _CASED_END
@@ -41,11 +50,14 @@ class Split:
 
 
 SPLITS: dict[str, Split] = (
-    dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), Split((LLAMA_3,), whole=True))
-    | dict.fromkeys(("dbrx", "smaug-bpe"), Split((LLAMA_3,)))
-    | dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Split((QWEN_2,)))
-    | {"tekken": Split((TEKKEN,), whole=True), "gpt-4o": Split((GPT_4O,))}
-    | {"gpt-2": Split((GPT_2,)), "smollm": Split((DIGITS, GPT_2))}
+    dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "falcon-h1", "glm4"), Split((LLAMA_3,), True))
+    | dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), Split((LLAMA_3,)))
+    | dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "solar-open"), Split((QWEN_2,)))
+    | {"qwen35": Split((QWEN_35,)), "tekken": Split((TEKKEN,), whole=True)}
+    | dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), Split((GPT_4O,)))
+    | dict.fromkeys(("gpt-2", "phi-2", "olmo", "exaone4"), Split((GPT_2,)))
+    | dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), Split((DIGITS, GPT_2)))
+    | dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), Split(DEEPSEEK_3))
 )
 """llama.cpp's name → the way. Of several names for one way the first is written."""
 

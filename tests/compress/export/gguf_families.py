@@ -25,6 +25,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "granite": {},
     "glm4": {},
+    "ministral": {"layer_types": ["full_attention"] * 2},
     "ministral3": {},
     "seed_oss": {"attention_out_bias": False},
     "arcee": {},

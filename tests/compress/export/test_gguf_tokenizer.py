@@ -13,7 +13,7 @@ from compress.errors import UserError
 from compress.export.gguf import tokenizer as gguf_tokenizer
 from runtime.checkpoints.gguf import tokenizer as reader
 from runtime.checkpoints.gguf.reader import read_header
-from runtime.checkpoints.gguf.tokenizer import LLAMA_3, QWEN_2, SPLITS
+from runtime.checkpoints.gguf.tokenizer import DEEPSEEK_3, LLAMA_3, QWEN_2, QWEN_35, SPLITS
 from runtime.errors import UserError as RuntimeUserError
 
 gguf = pytest.importorskip("gguf")
@@ -48,9 +48,9 @@ def _byte_level(steps: list[Any], whole: bool = False) -> Tokenizer:
     return built
 
 
-def _expression(pattern: str, whole: bool = False) -> Tokenizer:
+def _expression(*patterns: str, whole: bool = False) -> Tokenizer:
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return _byte_level([pre_tokenizers.Split(Regex(pattern), "isolated"), last], whole)
+    return _byte_level([*(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns), last], whole)
 
 
 def _gpt_2(digits: bool) -> Tokenizer:
@@ -84,6 +84,8 @@ KINDS: dict[str, tuple[Callable[[], Tokenizer], str, str | None]] = {
     "llama 3": (lambda: _expression(LLAMA_3, whole=True), "gpt2", "llama-bpe"),
     "llama 3's splits, merged": (lambda: _expression(LLAMA_3), "gpt2", "dbrx"),
     "qwen 2": (lambda: _expression(QWEN_2), "gpt2", "qwen2"),
+    "qwen 3.5": (lambda: _expression(QWEN_35), "gpt2", "qwen35"),
+    "deepseek 3": (lambda: _expression(*DEEPSEEK_3), "gpt2", "deepseek-v3"),
     "gpt 2": (lambda: _gpt_2(digits=False), "gpt2", "gpt-2"),
     "smollm": (lambda: _gpt_2(digits=True), "gpt2", "smollm"),
     "sentencepiece": (lambda: _sentencepiece(prefix=True), "llama", None),
