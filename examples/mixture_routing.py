@@ -78,7 +78,7 @@ def train(model: nn.Module, stream: "np.ndarray[tuple[int, ...], np.dtype[np.uin
         optimizer.step()
         step, done = step + 1, (time.monotonic() - since) / (60 * minutes)
         if step % 50 == 1:
-            print(f"step {step}, loss {float(loss):.2f}, {done:.0%} of {minutes:g} minutes", flush=True)
+            print(f"step {step}, loss {loss.item():.2f}, {done:.0%} of {minutes:g} minutes", flush=True)
 
 
 @torch.no_grad()
@@ -154,8 +154,9 @@ class RoutedCheckpoint(RandomCheckpoint):
 
 def write(chosen: Tensor, out: Path) -> None:
     """The model of OLMoE-1B-7B's sizes."""
-    config = model_config(SHAPE, "int4") | {"vocab_size": VOCABULARY}
-    about = replace(SHAPES[SHAPE], config={**SHAPES[SHAPE].config, "vocab_size": VOCABULARY})
+    ends = {"vocab_size": VOCABULARY, "bos_token_id": VOCABULARY - 1, "eos_token_id": VOCABULARY - 1}
+    config = model_config(SHAPE, "int4") | ends
+    about = replace(SHAPES[SHAPE], config={**SHAPES[SHAPE].config, **ends})
     out.mkdir(parents=True)
     write_weights(out, RoutedCheckpoint(out, config, NO_SHARDS, about, "int4", "int8", chosen=chosen))
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
