@@ -53,6 +53,7 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy examples
 	$(BIN)/python .ci/unused.py
 
 # The map in docs/internals.md, drawn from the tree: after files have moved, or say something else of themselves.

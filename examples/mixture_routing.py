@@ -15,7 +15,7 @@ import json
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ from runtime.bench.shapes import SHAPES
 from runtime.cli import without_traceback
 from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight
+
+if TYPE_CHECKING:
+    from calib.training_text import Stream
 
 EXPERTS, CHOSEN, LAYERS = 64, 8, 4
 LENGTH, BATCH = 256, 8
@@ -62,7 +65,7 @@ def small_mixture(vocabulary: int) -> nn.Module:
     return model
 
 
-def train(model: nn.Module, stream: "np.ndarray[tuple[int, ...], np.dtype[np.uint16]]", minutes: float) -> None:
+def train(model: nn.Module, stream: "Stream", minutes: float) -> None:
     """AdamW on random windows, its rate falling to nothing over the minutes."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
     draws, since, step, done = np.random.default_rng(0), time.monotonic(), 0, 0.0

@@ -11,6 +11,7 @@ import time
 from compress import Recipe, compress
 from compress.model.source import default_pair
 from runtime import Speculator, load
+from runtime.sampling.params import Sampling
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--target", help="a model directory or hub name; default: the embedded pair's target")
@@ -25,11 +26,14 @@ source, proposer = (given.target, given.draft) if given.target else (str(pair[0]
 artifact = compress(source, Recipe.load("nf4"), out=given.out, draft=proposer, speed=False, force=True)
 target, draft = load(artifact.model), load(proposer)
 
-for title, settings in {"greedy": {}, "sampled, temperature 0.8, seed 1": {"temperature": 0.8, "seed": 1}}.items():
+for title, sampling in (
+    ("greedy", Sampling()),
+    ("sampled, temperature 0.8, seed 1", Sampling(temperature=0.8, seed=1)),
+):
     texts = []
     for speculator in (Speculator(target), Speculator(target, draft, draft_length=4)):
         began, text, tokens = time.perf_counter(), "", 0
-        for piece in speculator.stream(given.prompt, max_new_tokens=given.max_new_tokens, **settings):
+        for piece in speculator.stream(given.prompt, sampling=sampling, max_new_tokens=given.max_new_tokens):
             text += piece.text
             tokens += len(piece.tokens)
         texts.append((text, tokens / (time.perf_counter() - began)))

@@ -27,7 +27,7 @@ from compress.qat.convert import RoundedModel
 from compress.qat.layers import BitLinear
 from compress.qat.stage import RoundedTask
 from compress.recipe.training import Budget, Settings
-from compress.recipe.training_stages import LossWeights, Ternary
+from compress.recipe.training_stages import Ternary
 from compress.report import figure as plots
 from compress.training import float_model
 from compress.training.data import PackedBatches
@@ -77,7 +77,9 @@ def pack(model: nn.Module, plain: Path, out: Path) -> None:
     """Writes the ternary model's packed directory; `plain`: a directory of the same model with plain weights."""
     checkpoint, structure = open_checkpoint(plain), read_structure(plain)
     shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
-    RoundedModel(model, checkpoint, structure, make_plan(shapes, structure, Ternary().quantize())).write(out / "model")
+    RoundedModel(
+        model, checkpoint, structure, make_plan(shapes, structure, Ternary.model_validate({}).quantize())
+    ).write(out / "model")
 
 
 def main() -> None:
@@ -115,7 +117,9 @@ def main() -> None:
             model.to(torch.bfloat16).save_pretrained(given.out / "start")
             AutoTokenizer.from_pretrained(default_pair()[0]).save_pretrained(given.out / "start")
             make_ternary(model.float(), config.rms_norm_eps if given.norm else None)
-        task = RoundedTask(model, None, held_out, Ternary(loss=LossWeights(cross_entropy=1.0)), autocast=True)
+        task = RoundedTask(
+            model, None, held_out, Ternary.model_validate({"loss": {"cross_entropy": 1.0}}), autocast=True
+        )
         folder = given.out / "checkpoints" / name.replace(" ", "-")
         found[name] = train(
             task,

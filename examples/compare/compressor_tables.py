@@ -121,7 +121,7 @@ def print_quality(console: "Console", rows: Sequence[QualityRow]) -> None:
             for name in ("peer_excess", "our_excess", "peer_divergence", "our_divergence")
         }
         | {
-            name: _ratio(row.comparison and getattr(row.comparison, name))
+            name: None if row.comparison is None else _ratio(getattr(row.comparison, name))
             for name in ("excess_ratio", "divergence_ratio")
         }
         for row in rows
@@ -133,8 +133,8 @@ def _scaled(figure: Interval | None) -> str | None:
     return None if figure is None else f"{figure.value * 1e3:.2f} ± {(figure.high - figure.low) / 2 * 1e3:.2f}"
 
 
-def _ratio(figure: Interval | None) -> str | None:
-    return None if figure is None else f"{figure.value:.3f} [{figure.low:.2f}, {figure.high:.2f}]"
+def _ratio(figure: Interval) -> str:
+    return f"{figure.value:.3f} [{figure.low:.2f}, {figure.high:.2f}]"
 
 
 def print_times(console: "Console", rows: Sequence[TimeRow], ratios: Sequence[TimeRatio]) -> None:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from runtime.bench.measure import Row, Sample
     from runtime.contract import CacheKind, Decoder
 
+    # A cache's kind, the rows of a step, threads, and tokens before it.
+    Task = tuple[CacheKind, int, int, int]
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _SHORT = 64
 _KINDS: "tuple[CacheKind, ...]" = ("float32", "int8", "int4")
@@ -37,8 +40,6 @@ _COLUMNS = (
         ("computed_mb", "computed", ".1f"),
     ),
 )
-Task = tuple[str, int, int, int]
-"""A cache's kind, the rows of a step, threads, and tokens before it."""
 
 
 @app.command()
@@ -100,9 +101,11 @@ def _steps(
 
     from runtime.bench.decode import computed_bytes
     from runtime.bench.measure import CPU
+    from runtime.cache.contiguous import KeyValueCache
     from runtime.contract import Rows, integers
 
     cache = next(iter(decoders.values())).new_cache(kind)
+    assert isinstance(cache, KeyValueCache)
     form, draws, requests = cache.format, torch.Generator().manual_seed(0), {}
     for tokens in (_SHORT, context):
         requests[tokens] = request = cache.open(tokens + max(widths))
@@ -126,7 +129,7 @@ def _all(*calls: "Callable[[], object]") -> None:
 
 
 def _rows(
-    samples: "Mapping[Task, Sequence[Sample]]", sizes: "Mapping[str, tuple[float, float]]", context: int
+    samples: "Mapping[Task, Sequence[Sample]]", sizes: "Mapping[CacheKind, tuple[float, float]]", context: int
 ) -> "list[Row]":
     """A row for each kind, width and number of threads."""
     ms = {task: median(sample.seconds for sample in taken) * 1e3 for task, taken in samples.items()}

@@ -142,9 +142,12 @@ def score(floats: Path, folder: Path, name: str, windows: Windows, seconds: floa
 
     found, _ = measure(load(floats).decoder, load(folder).decoder, windows, seed=0)
     size = sum(path.stat().st_size for path in folder.glob("model.onnx*")) / 1e6
-    perplexity = found.perplexity
-    figures = (perplexity.compressed, perplexity.ci95.ratio, found.kl_divergence.mean, found.top1_agreement)
-    return Row(name, *figures, size, seconds), perplexity.original
+    perplexity, interval, divergence = found.perplexity, found.perplexity.ci95, found.kl_divergence
+    assert interval is not None and divergence is not None  # both models are whole
+    assert perplexity.original is not None and perplexity.compressed is not None and found.top1_agreement is not None
+    ratio = interval.ratio
+    row = Row(name, perplexity.compressed, ratio, divergence.mean, found.top1_agreement, size, seconds)
+    return row, perplexity.original
 
 
 def compare(model: Path, recipes: Sequence[str], block: int, tokens: int, work: Path) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from corpus import STANDARD_LIBRARY, collect, megabytes
+from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -81,8 +82,10 @@ def prepare(work: Path, seed: int = 0) -> None:
                 "bytes": sum(len(f.text.encode()) for f in chosen),
                 "tokens": len(stream),
             }
-    about = {"sha256": corpus.sha256(), "interpreter": sys.version.split()[0], "packages": corpus.packages}
-    about |= {"left_out": corpus.left_out, "sizes": sizes}
+    about = {
+        **{"sha256": corpus.sha256(), "interpreter": sys.version.split()[0], "packages": corpus.packages},
+        **{"left_out": corpus.left_out, "sizes": sizes},
+    }
     (work / "corpus.json").write_text(json.dumps(about, indent=1) + "\n")
 
 
@@ -92,12 +95,12 @@ class Stream:
     def __init__(self, path: Path, seed: int):
         self.tokens = np.memmap(path, dtype=np.uint16, mode="r")
         self.random = np.random.default_rng(seed)
-        self.order = np.empty(0, dtype=np.int64)
+        self.order: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self.length = 0
 
     def take(self, rows: int, length: int) -> np.ndarray:
         """(rows, length + 1) token ids; inputs are all but the last column, labels all but the first."""
-        out = []
+        out: list[NDArray[np.uint16]] = []
         while len(out) < rows:
             if not len(self.order) or length != self.length:
                 self.length = length

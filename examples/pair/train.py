@@ -268,13 +268,14 @@ def train(name: str, work: Path, minutes: float, seed: int, start_from: Path | N
         # Compiling for a new length is not training time: without the cap it would eat the schedule.
         spent += min(time.monotonic() - began, 15.0)
         if step % 50 == 0:
-            row = {"step": step, "tokens": tokens_seen, "share": round(share, 4), "loss": round(np.mean(recent), 4)}
+            mean_loss = round(float(np.mean(recent)), 4)
+            row = {"step": step, "tokens": tokens_seen, "share": round(share, 4), "loss": mean_loss}
             row |= {"rate": round(factor, 4), "length": length, "seconds": round(spent, 1)}
             with log.open("a") as stream:
                 stream.write(json.dumps(row) + "\n")
             print(json.dumps(row), flush=True)
             recent = []
-            if not math.isfinite(row["loss"]):
+            if not math.isfinite(mean_loss):
                 raise SystemExit("train.py: the loss is not finite")
         if time.monotonic() - last_saved > 180:
             keep()

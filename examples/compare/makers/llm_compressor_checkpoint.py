@@ -23,7 +23,7 @@ def compress(job: Job, stopwatch: Stopwatch) -> Mapping[str, str]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not torch.accelerator.is_available():
-        torch.Tensor.pin_memory = lambda self, *_, **__: self
+        setattr(torch.Tensor, "pin_memory", lambda self, *_, **__: self)  # noqa: B010
     windows = job.tokens()
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(job.model)
