@@ -50,7 +50,8 @@ COMMON = [
     "pack",
 ]
 # No contraction: an operation rounds where reference.py rounds. Warnings: gcc 12 takes its own intrinsics for mistakes.
-FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi"]
+# Symbols for debuggers, which Python's own flags ask for, cost a third of the compiler's time and most of the library.
+FLAGS = ["-std=c++17", "-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi"]
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mprefer-vector-width=512"]
 # Byte shuffles of whole registers: processors with AMX have them all, those with AVX-512 VNNI but for the first.
