@@ -78,36 +78,72 @@ def coupled(target_rows: TargetRows, draft: Draft, position: int, seed: int, noi
 
 
 def rejection(target_rows: TargetRows, draft: Draft, position: int, seed: int) -> Acceptance:
-    """Leviathan's rule (2211.17192), in a tree over siblings in order (SpecInfer, 2305.09781).
+    """Traversal verification (2505.12398), which in a chain is block verification (2403.10444).
 
-    A token x drawn from q is accepted with probability min(1, p(x) / q(x)); otherwise p becomes norm(max(p − q, 0)),
-    from which the next sibling is judged or, after the last, the next token is drawn. For siblings drawn without
-    replacement q is what was left of the node's distribution (recursive rejection sampling: 2402.14160). Without
-    `probs` a token was not drawn at random: q is one-hot, so x is accepted with p(x) and then removed from p.
-    That the output is the target's holds for every draft in which the decision to draw a token (another sibling, or
-    children of a node) depends on tokens drawn before it only.
+    Leviathan's rule (2211.17192) judges token by token, from the text on; here a path is judged as a whole, the deepest
+    node first, and no exact rule accepts more of a chain. A node's mass is the probability with which a text goes
+    through it, given its tokens: 1 at the text, and min(1, mass · p(x) / q(x)) at a child x, which was drawn from q. A
+    node without children is accepted with its mass. Where it is not, it goes, and its parent's p becomes
+    norm(max(mass · p − q, 0)), whose sum S makes the parent's mass S / (S + 1 − mass): from these the next sibling is
+    judged and, after the last, the parent itself. The next token is drawn from what is left of the accepted node's p.
+
+    For siblings drawn without replacement q is what was left of the node's distribution. Without `probs` a token was
+    not drawn at random: q is one-hot. That the output is the target's holds for every draft of which each token was
+    drawn from its q whatever was drawn before, with noise that no other round uses: what is looked at here may have
+    been drawn behind the tokens that are accepted.
     Raises ValueError when a drafted token has probability 0 in the distribution that it is said to come from.
     """
+    tests = uniforms(seed, position, Stream.ACCEPT, len(draft.tokens))
     below = draft.children
-    path: list[int] = []
-    node = -1
+    path = [_Node(-1, 1.0, target_rows[0].numpy(), below.get(-1, []))]
     while True:
-        at = position + len(path)
-        distribution = target_rows[node + 1].numpy()
-        siblings = below.get(node, [])
-        tests = uniforms(seed, at, Stream.ACCEPT, len(siblings))
-        for index, test in zip(siblings, tests, strict=True):
-            token = draft.tokens[index]
-            proposal = _proposal(draft, index, len(distribution))
+        node = path[-1]
+        if node.children:
+            child, *node.children = node.children
+            token, proposal = draft.tokens[child], _proposal(draft, child, len(node.left))
             if proposal[token] == 0:
+                at = position + len(path) - 1
                 raise ValueError(f"draft token {token} at position {at} has probability 0 in its own distribution")
-            if test < distribution[token] / proposal[token]:
-                node = index
-                path.append(index)
-                break
-            distribution = _residual(distribution, proposal)
+            mass = min(1.0, node.mass * float(node.left[token] / proposal[token]))
+            # What follows a token that will hardly be accepted is not worth its rows of the target.
+            further = below.get(child, []) if mass > _FAINT else []
+            path.append(_Node(child, mass, target_rows[child + 1].numpy() if mass > 0 else node.left, further))
+        elif node.index < 0 or tests[node.index] < node.mass:
+            at = position + len(path) - 1
+            token = pick(node.left, uniforms(seed, at, Stream.RESIDUAL, 1)[0])
+            return Acceptance([one.index for one in path[1:]], token)
         else:
-            return Acceptance(path, pick(distribution, uniforms(seed, at, Stream.RESIDUAL, 1)[0]))
+            path.pop()
+            path[-1].lose(_proposal(draft, node.index, len(node.left)))
+
+
+# The mass below which a node's children are left alone.
+_FAINT = 0.02
+
+
+@dataclass
+class _Node:
+    """A drafted token (−1: the text) on the path that is judged.
+
+    mass      the probability with which a text goes through it.
+    left      (V,) float64, normalised: what is left of the target's distribution of the token after it.
+    children  those that are still to be judged, in order.
+    """
+
+    index: int
+    mass: float
+    left: NDArray[np.float64]
+    children: list[int]
+
+    def lose(self, proposal: NDArray[np.float64]) -> None:
+        """What is left when a child drawn from `proposal` (V,) is not accepted."""
+        remainder = np.maximum(self.mass * self.left - proposal, 0.0)
+        total = float(remainder.sum())
+        if total > 0:
+            self.left, self.mass = remainder / total, total / (total + 1 - self.mass)
+        elif self.mass < 1:
+            self.mass = 0.0
+        # Else p = q, of which nothing is lost but for rounding.
 
 
 def typical(
@@ -174,10 +210,3 @@ def _proposal(draft: Draft, index: int, size: int) -> np.ndarray:
     one_hot = np.zeros(size)
     one_hot[draft.tokens[index]] = 1.0
     return one_hot
-
-
-def _residual(distribution: np.ndarray, proposal: np.ndarray) -> np.ndarray:
-    """norm(max(p − q, 0)); where rounding leaves nothing of it (p = q, which is never rejected but for rounding), p."""
-    remainder: np.ndarray = np.maximum(distribution - proposal, 0.0)
-    total = remainder.sum()
-    return remainder / total if total > 0 else distribution

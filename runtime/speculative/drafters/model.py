@@ -235,7 +235,9 @@ class ModelDrafter(DraftModel[_Text]):
         if self._rule == "coupled":
             drafted.append(race(row, request.noise.exponential(sampling.seed, position, len(row))))
             return
-        drafted.append(pick(row, uniforms(sampling.seed, position, Stream.DRAFT, 1)[0]))
+        # Every round has noise of its own: verifying looks at tokens that are not accepted, too.
+        fresh = uniforms(sampling.seed, len(request.tokens), Stream.DRAFT, 1, lane=len(drafted) + 1)
+        drafted.append(pick(row, fresh[0]))
         drafting.probs.append(row)
 
 

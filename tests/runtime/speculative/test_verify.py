@@ -1,6 +1,7 @@
 """Both sampling rules against the target's distribution, whatever the draft; and that the harness can tell."""
 
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import numpy as np
 import pytest
@@ -109,7 +110,7 @@ def upside_down(target: Tensor, draft: Draft, position: int, seed: int) -> Accep
 def broken_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Callable[..., Acceptance]]]:
     yield "ratio upside down", upside_down
     with monkeypatch.context() as patch:
-        patch.setattr(verify, "_residual", lambda p, q: p)
+        patch.setattr(verify._Node, "lose", lambda node, q: None)
         yield "no residual", rejection
     with monkeypatch.context() as patch:
         patch.setattr(verify, "uniforms", lambda s, at, stream, n: uniforms(s, at, Stream.DRAFT, n))
@@ -203,10 +204,16 @@ def test_deterministic_siblings(chi_squared: ChiSquared) -> None:
     assert p_value(chi_squared, counts, target) > 1e-3
 
 
-def test_residual_of_equal_distributions_is_guarded() -> None:
+def test_what_is_left_of_equal_distributions_is_guarded() -> None:
     p = np.array([0.25, 0.75, 0.0])
-    assert np.array_equal(verify._residual(p, p), p)
-    assert np.allclose(verify._residual(p, np.array([0.75, 0.25, 0.0])), [0, 1, 0])
+    text = verify._Node(-1, 1.0, p, [])
+    text.lose(p)
+    assert np.array_equal(text.left, p) and text.mass == 1
+    text.lose(np.array([0.75, 0.25, 0.0]))
+    assert np.allclose(text.left, [0, 1, 0]) and text.mass == 1
+    token = verify._Node(0, 0.5, p, [])
+    token.lose(p)
+    assert token.mass == 0
 
 
 def test_a_token_that_its_own_distribution_excludes() -> None:
@@ -216,3 +223,70 @@ def test_a_token_that_its_own_distribution_excludes() -> None:
     rejection(target, Draft([3], [-1], q), 10, 0)
     with pytest.raises(ValueError, match="draft token 4 at position 10 has probability 0"):
         rejection(target, Draft([4], [-1], q), 10, 0)
+
+
+def chance(count: int, random: np.random.Generator) -> np.ndarray:
+    """(count, V4) rows of any shape: even, and with one token that has nearly all."""
+    return random.dirichlet(np.full(4, random.choice([0.2, 1.0, 5.0])), count)
+
+
+def accepted_on_average(p: np.ndarray, q: np.ndarray) -> tuple[float, float]:
+    """Token by token, and by blocks: the accepted tokens of chains drawn from q (n, V), by going through all of them.
+
+    Of a chain of these rows n tokens are drafted; by definition, not by the code that is tested.
+    """
+    by_token = by_block = 0.0
+    for tokens in product(range(p.shape[1]), repeat=len(q)):
+        drawn, one, block = 1.0, 1.0, 1.0
+        for row, token in enumerate(tokens):
+            drawn *= q[row, token]
+        if drawn == 0:
+            continue
+        for row, token in enumerate(tokens):
+            ratio = p[row, token] / q[row, token]
+            one, block = one * min(1.0, ratio), min(1.0, block * ratio)
+            by_token, by_block = by_token + drawn * one, by_block + drawn * block
+    return by_token, by_block
+
+
+def test_blocks_accept_no_less_than_token_by_token_and_what_the_paper_says() -> None:
+    random, more = np.random.default_rng(3), 0
+    pairs = [(chance(4, random), chance(3, random)) for _ in range(1000)]
+    for p, q in pairs:
+        by_token, by_block = accepted_on_average(p[:3], q)
+        assert by_block >= by_token - 1e-12
+        more += by_block > 1.01 * by_token
+    assert more > 500
+    for p, q in pairs[:6]:
+        counts, rounds = [], 3000
+        for seed in range(rounds):
+            tokens = [pick(row, uniforms(seed, 10, Stream.DRAFT, 1, lane=i + 1)[0]) for i, row in enumerate(q)]
+            draft = Draft.chain(tokens, torch.tensor(q))
+            counts.append(len(rejection(torch.tensor(p), draft, 10, seed).path))
+        error = np.std(counts) / rounds**0.5 + 0.002
+        assert abs(np.mean(counts) - accepted_on_average(p[:3], q)[1]) < 4.5 * error
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_texts_of_several_rounds(kept: bool, chi_squared: ChiSquared) -> None:
+    """Three tokens of a Markov chain; drafts that are drawn with the noise of the round before show."""
+    random = np.random.default_rng(3)
+    p, q = (random.dirichlet(np.full(3, 2.0), 4) for _ in range(2))  # after nothing, and after each token
+    counts = np.zeros((3, 3, 3))
+    for seed in range(3000):
+        text: list[int] = []
+        while len(text) < 3:
+            tokens, probs, last = [], [], text[-1] + 1 if text else 0
+            for i in range(3):
+                where = (10 + len(text) + i, 0) if kept else (10 + len(text), i + 1)
+                probs.append(q[last])
+                tokens.append(pick(q[last], uniforms(seed, where[0], Stream.DRAFT, 1, lane=where[1])[0]))
+                last = tokens[-1] + 1
+            target = p[[text[-1] + 1 if text else 0, *(token + 1 for token in tokens)]]
+            draft = Draft.chain(tokens, torch.tensor(np.array(probs)))
+            found = rejection(torch.tensor(target), draft, 10 + len(text), seed)
+            text += [*(tokens[i] for i in found.path), found.next_token]
+        counts[tuple(text[:3])] += 1
+    want = p[0][:, None, None] * p[1:][:, :, None] * p[1:][None]
+    verdict = chi_squared(counts.reshape(-1), want.reshape(-1))
+    assert verdict < 1e-9 if kept else verdict > 1e-3
