@@ -120,7 +120,7 @@ def tiles_of(dim: int) -> tuple[int, int]:
     Latent attention's keys of 512 + 64 would leave nearly half of one tile empty.
     """
     whole = padded(dim)
-    return (whole, 0) if dim in (whole, *range(_WHOLE + 1)) else (whole // 2, padded(dim - whole // 2))
+    return (whole, 0) if dim <= _WHOLE or dim == whole else (whole // 2, padded(dim - whole // 2))
 
 
 def widest(dim: int) -> int:
@@ -144,7 +144,7 @@ def stages(kind: CacheKind, dim: int) -> int:
 
 
 def workspace(rows: int, heads: Heads, splits: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """Room for the splits' results, (rows, heads, splits, value_dim) and (rows, heads, splits, 2); None for one split."""
+    """Room for splits' results, (rows, heads, splits, value_dim) and (rows, heads, splits, 2); None for one split."""
     if splits == 1:
         return None
     lead = (rows, heads.queries, splits)
@@ -197,6 +197,6 @@ def attend(
         combine_kernel[(rows, count)](
             mixed, sums, out, heads.sinks, places.position, splits, HEADS=count, DIM=heads.values,
             PADDED=padded(heads.values), SPLIT=SPLIT, WINDOW=heads.window or 0, CHUNKED=heads.chunked,
-            AT_ONCE=_AT_ONCE, num_warps=1, enable_fp_fusion=False,
+            AT_ONCE=_AT_ONCE, num_warps=1 if heads.values <= 256 else 4, enable_fp_fusion=False,
         )  # fmt: skip
     return out

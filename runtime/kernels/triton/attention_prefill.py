@@ -9,7 +9,6 @@ it.
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

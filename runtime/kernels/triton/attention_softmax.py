@@ -214,7 +214,7 @@ def step(queries, state, first, last, active, at, bound, block, inside, cache, h
     if SHAPE.rest:
         score += product(q_more_high, q_more_low, k_more_high, k_more_low, two, SHAPE.interpreted)
     score = score * k_scale[None, :] * q_scale[:, None]
-    if SHAPE.softcap:
+    if SHAPE.softcap > 0.0:
         score = capped(score, SHAPE.softcap)
     seen = active[:, None] & (at[None, :] <= last[:, None]) & (at[None, :] >= first[:, None])
     score = tl.where(seen, score, float("-inf"))

@@ -50,8 +50,8 @@ def rotate_and_store(
         _rotate_kernel[(rows, heads + 2 * kv_heads)](
             q, k, v, out, cos, sin, position, slots, writable_parts(store, layer, kind), factor, q_norm, k_norm, eps,
             q.stride(0), k.stride(0), v.stride(0),
-            HEADS=heads, HALF=cos.shape[1], KEYS=written(kind, kv_heads, dim), VALUES=written(kind, kv_heads, value_dim),
-            num_warps=1, enable_fp_fusion=False,
+            HEADS=heads, HALF=cos.shape[1], KEYS=written(kind, kv_heads, dim),
+            VALUES=written(kind, kv_heads, value_dim), num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
@@ -94,9 +94,7 @@ def _rotate_kernel(
         tl.store(out + (row * HEADS + which) * KEYS.dim + d, x, mask=d < KEYS.dim)
     elif which < HEADS + KEYS.kv_heads:
         head = which - HEADS
-        x = _rotated(
-            k + row * k_stride + head * KEYS.dim, k_norm, eps, cos + at, sin + at, KEYS.dim, HALF, KEYS.padded
-        )
+        x = _rotated(k + row * k_stride + head * KEYS.dim, k_norm, eps, cos + at, sin + at, KEYS.dim, HALF, KEYS.padded)
         if factor is not None:
             x = tl.div_rn(x, tl.load(factor + head * KEYS.dim + d, mask=d < KEYS.dim, other=1.0))
         write_key(x, key_memory, key_scale, slot, head, KEYS)
