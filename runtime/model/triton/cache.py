@@ -26,8 +26,8 @@ _PROMPT_ROWS = 512
 # A text that there must be room for, where the model's positions go that far.
 _TEXT = 4096
 _FLOAT = 4
-# Slots that the kernel moves at once.
-_MOST_MOVED = 64
+# Slots that the kernel moves at once, of keys of up to so many dimensions; of wider ones fewer.
+_MOST_MOVED, _MOVED_DIMS = 64, 256
 
 
 class Need(NamedTuple):
@@ -153,7 +153,8 @@ class GpuCache(PagedCache):
 
     def _move(self, stores: tuple[Store, ...], source: Tensor, target: Tensor) -> None:
         """See KeyValueCache: on CUDA in one launch, where a path is no longer than that takes."""
-        if self.format.device.type != "cuda" or len(source) > _MOST_MOVED:
+        wide = max(form.head_dim for form in self.formats)
+        if self.format.device.type != "cuda" or len(source) * max(wide, _MOVED_DIMS) > _MOST_MOVED * _MOVED_DIMS:
             super()._move(stores, source, target)
             return
         from runtime.kernels.triton.kv_store import move
