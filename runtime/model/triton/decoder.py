@@ -30,7 +30,8 @@ from runtime.model.triton.cache import WIDEST, GpuCache
 from runtime.model.triton.draft_steps import Chains, fill_round, round_for, steps_of
 from runtime.model.triton.draft_steps import drafted as draft_round
 from runtime.model.triton.graphs import Computed, Graphs
-from runtime.model.triton.layers import Memory, hidden_states, waits
+from runtime.model.triton.keys import Memory
+from runtime.model.triton.layers import hidden_states, waits
 from runtime.model.triton.sampling import candidates, next_tokens, way_of
 from runtime.sampling.candidates import Candidates
 from runtime.sampling.params import Sampling

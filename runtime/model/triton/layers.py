@@ -4,64 +4,39 @@ The exception are prompts through a mixture, whose rows the host sends to their 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from runtime.checkpoints.record import Architecture
-from runtime.contract import CacheKind
 from runtime.kernels.activations import activate
 from runtime.kernels.exact import sigmoid
 from runtime.kernels.joined import Joined
 from runtime.kernels.reference import layer_norm, rotate
 from runtime.kernels.routing import route
 from runtime.kernels.triton import argmax
-from runtime.kernels.triton.attention_decode import Heads, Places, attend, splits_for, workspace
+from runtime.kernels.triton.attention_decode import Places, attend, splits_for, workspace
 from runtime.kernels.triton.attention_prefill import attend_many
 from runtime.kernels.triton.elementwise import embed, gated, rms_norm
 from runtime.kernels.triton.expert_rows import Picks
 from runtime.kernels.triton.linear import TritonJoined, TritonLinear, split_outputs
 from runtime.kernels.triton.quantize_inputs import Rounded, gated_quantize, norm_quantize
 from runtime.kernels.triton.rotary import rotate_and_store
-from runtime.kv_store import Store
 from runtime.model.experts import sum_of_experts
 from runtime.model.layers import Attention, Block, Linear, Mixture, Mlp, MlpBeside, Norm, Parts
 from runtime.model.reference import Turns
 from runtime.model.triton.batch import Inputs
 from runtime.model.triton.cache import WIDEST
 from runtime.model.triton.experts import StackedExperts
-from runtime.model.triton.latent import by_head, of_latent
+from runtime.model.triton.keys import Memory, heads_of, projected
+from runtime.model.triton.latent import by_head
 from runtime.model.triton.layer_inputs import layer_inputs
 
 # Floats of the splits' results of attention that are held at once, and the rows that are attended to together at least.
 _ROOM = 1 << 26
 _LEAST_ROWS = 16
-
-
-@dataclass(frozen=True, eq=False)
-class Memory:
-    """Where keys and values go: for each shape of keys (record.Architecture.key_groups) a pool of blocks of 64, how all
-    hold them, and what keys are divided by.
-
-    factors (layers, kv_heads, head_dim) float32 or None.
-    keys    the most keys that a row of this forward sees; sharing: adjacent rows of one request, most of the time.
-    """
-
-    stores: tuple[Store, ...]
-    kind: CacheKind
-    factors: tuple[Tensor | None, ...]
-    keys: int
-    sharing: int
-
-    def of(self, number: int) -> tuple[Store, int, Tensor | None]:
-        """The pool that holds the cache's layer `number`, the layer's place in it, and its factors."""
-        for store, factor in zip(self.stores, self.factors, strict=True):
-            if number < len(store.keys):
-                return store, number, None if factor is None else factor[number]
-            number -= len(store.keys)
-        raise IndexError(number)
 
 
 def hidden_states(
@@ -84,7 +59,7 @@ def hidden_states(
         x = x + parts.positions[position]
     own = layer_inputs(parts, a, inputs.token, x)
     splits = splits_for(memory.keys)
-    of_layer = [_heads(a, number) for number in range(a.layers)]
+    of_layer = [heads_of(a, number) for number in range(a.layers)]
     widths = {heads.values: heads for heads in of_layer}
     at_once = max(_LEAST_ROWS, _ROOM // (a.heads * max(*widths, 1) * splits) // _LEAST_ROWS * _LEAST_ROWS)
     tail = inputs.tail if inputs.tail.shape[1] else None
@@ -102,7 +77,7 @@ def hidden_states(
         assert isinstance(weights, Attention)  # TritonDecoder takes no other
         store, layer, factor = memory.of(a.places[number][0])
         heads = replace(of_layer[number], window=weights.window, sinks=weights.sinks, factor=factor)
-        q, k, v = _projected(_joined(weights.qkv, _normed(x, block.input_norm, weights.qkv, a)), weights, heads, a)
+        q, k, v = projected(_joined(weights.qkv, _normed(x, block.input_norm, weights.qkv, a)), weights, heads, a)
         angles, norms = (still, still), (weights.q_norm, weights.k_norm)
         if weights.rotary is not None:
             angles = turns.angles[weights.rotary]
@@ -143,27 +118,6 @@ def hidden_states(
     if at is not None:
         x = x[at]
     return _norm(x, parts.norm, a)
-
-
-def _heads(a: Architecture, number: int) -> Heads:
-    """How a layer attends, but for what its weights say."""
-    kv, dim = a.shape(number)
-    value_dim = None if a.latent is None else a.latent.rank
-    return Heads(a.heads, kv, dim, a.scaling, None, None, a.chunked, value_dim, a.softcap)
-
-
-def _projected(
-    made: tuple[Tensor, ...], weights: Attention, heads: Heads, a: Architecture
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries (T, heads · d), keys and values as rotate_and_store takes them, of what `weights.qkv` made."""
-    if weights.latent is not None:
-        assert a.latent is not None
-        return of_latent(made[0], made[1], weights.latent, a.latent, a.heads)
-    q, *kv = made
-    k, v = (kv[0], kv[-1]) if kv else (q[:, :0], q[:, :0])
-    if weights.v_norm is not None:
-        v = rms_norm(v.reshape(-1, heads.dim), weights.v_norm, a.norm_eps).view(v.shape)
-    return q, k, v
 
 
 def _in_kernel(weights: Attention, a: Architecture) -> bool:
