@@ -44,7 +44,8 @@ def rotate_and_store(
     q_norm, k_norm, eps  per-head RMSNorm (dim,) before the rotation; None: not normed.
     """
     rows, heads, kv_heads = q.shape[0], q.shape[1] // dim, k.shape[1] // dim
-    value_dim = v.shape[1] // max(kv_heads, 1)
+    # Compiled even where there is nothing to store.
+    value_dim = v.shape[1] // kv_heads if kv_heads else dim
     out = torch.empty((rows, heads, dim), dtype=torch.float32, device=q.device)
     if rows:
         _rotate_kernel[(rows, heads + 2 * kv_heads)](

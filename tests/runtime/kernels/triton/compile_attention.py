@@ -55,6 +55,9 @@ def attention(
     )
     where, norm = (angle, angle, ints, ints, store, 0, kind, dim, factor), torch.zeros(dim)
     rotate_and_store(flat, keys, values, *where, norm, norm, 1e-6)
+    if sinks:
+        # A layer that reads another's keys.
+        rotate_and_store(flat, keys[:, :0], keys[:, :0], *where, norm, None, 1e-6)
     move(store, kind, ints, ints)
 
 
