@@ -38,6 +38,7 @@ class Backend:
                 their outputs.
     decoder     "module:class" of the decoder over these layers (BaseDecoder); imported when a model is built.
     stack       "module:function" that makes the experts of a mixture into one; "": they stay as they are.
+    stack_heads  likewise of the layers that latent attention's heads have (LatentHeads).
     lacking     "module:function" from a record of an architecture to what of it the decoder has not, in words; "": it
                 has all.
     has_planes  int8 layers can be read by their upper planes alone.
@@ -49,6 +50,7 @@ class Backend:
     join: Callable[[Weights, Biases, Sequence[int], "Kernel"], Joined]
     decoder: str
     stack: str = ""
+    stack_heads: str = ""
     lacking: str = ""
     has_planes: bool = True
     repacks: bool = False
@@ -254,6 +256,7 @@ BACKENDS = {
         _triton_join,
         "runtime.model.triton.decoder:TritonDecoder",
         stack="runtime.model.triton.experts:stacked",
+        stack_heads="runtime.model.triton.latent:stacked",
         lacking="runtime.model.triton.decoder:lacking",
     ),
     "reference": Backend(_reference_linear, _torch_join, "runtime.model.reference:LlamaDecoder"),

@@ -1,5 +1,7 @@
 """From a checkpoint to a block's attention: rows of queries, keys and values in the order that the kernels have."""
 
+from pkgutil import resolve_name
+
 import torch
 from torch import Tensor
 
@@ -8,7 +10,7 @@ from runtime.checkpoints.record import Architecture
 from runtime.formats import dequantize
 from runtime.formats.codes import with_whole_codes
 from runtime.formats.packed import PackedWeight
-from runtime.kernels.dispatch import linear
+from runtime.kernels.dispatch import Kernel, linear
 from runtime.model.layers import Attention, LatentHeads, Norm
 from runtime.model.rotary import RotaryTables
 from runtime.model.tensor_reader import TensorReader, take_rows
@@ -121,11 +123,23 @@ def _latent(
         k_norm=None,
         window=a.windows[number],
         rotary=rotary.of[number],
-        latent=LatentHeads(
-            query_norm=query_norm,
-            query=query,
-            norm=Norm(reader.vector(f"{prefix}.{how.norm}.weight", how.rank)),
-            keys=tuple(linear(head[: how.plain].t().contiguous(), None, reader.kernel) for head in heads),
-            values=tuple(linear(head[how.plain :].contiguous(), None, reader.kernel) for head in heads),
+        latent=_stacked(
+            LatentHeads(
+                query_norm=query_norm,
+                query=query,
+                norm=Norm(reader.vector(f"{prefix}.{how.norm}.weight", how.rank)),
+                keys=tuple(linear(head[: how.plain].t().contiguous(), None, reader.kernel) for head in heads),
+                values=tuple(linear(head[how.plain :].contiguous(), None, reader.kernel) for head in heads),
+            ),
+            reader.kernel,
         ),
     )
+
+
+def _stacked(weights: LatentHeads, kernel: Kernel) -> LatentHeads:
+    """Latent attention's layers as the kernels want them; block by block, so that only one is held twice meanwhile."""
+    stack = kernel.backend.stack_heads
+    if not stack or not kernel.exact:
+        return weights
+    made: LatentHeads = resolve_name(stack)(weights)
+    return made

@@ -18,7 +18,7 @@ from runtime.model.tensor_reader import TensorReader, Weight, take_rows
 def _stacked(mixture: Mixture, kernel: Kernel) -> Mixture:
     """The mixture as the kernels want it; block by block, so that only one is held twice while it is moved."""
     stack = kernel.backend.stack
-    if not stack or not kernel.exact or mixture.experts[0].parameters is not None:
+    if not stack or not kernel.exact:
         return mixture
     made: Mixture = resolve_name(stack)(mixture)
     return made

@@ -23,6 +23,13 @@ class Norm:
     bias: Tensor | None = None
 
 
+class HeadStack(Protocol):
+    """One layer of every head in one, on kernels that have a use for it."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Each head's layer of its part of x (T, heads, K) float32: (T, heads, N)."""
+
+
 @dataclass(frozen=True)
 class LatentHeads:
     """What latent attention has besides: qkv makes the vector of queries (or queries) and that of a token, whose first
@@ -32,6 +39,7 @@ class LatentHeads:
     norm               of a token's vector.
     keys, values       for each head from the rest of its query to the vector's dimensions, and from there to its value:
                        the halves of the layer that expands the vector, one of them turned round.
+    keys_stack, values_stack  the memory of the same layers, where the kernels have a use for it.
     """
 
     query_norm: Norm | None
@@ -39,6 +47,8 @@ class LatentHeads:
     norm: Norm
     keys: tuple[Linear, ...]
     values: tuple[Linear, ...]
+    keys_stack: HeadStack | None = None
+    values_stack: HeadStack | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:

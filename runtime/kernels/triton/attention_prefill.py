@@ -9,13 +9,12 @@ it.
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from runtime.contract import FLOATS, CacheKind
-from runtime.kernels.triton.attention_decode import Heads, Places, padded, shape_for, stages
+from runtime.kernels.triton.attention_decode import Heads, Places, shape_for, stages, widest
 from runtime.kernels.triton.attention_softmax import columns
 from runtime.kernels.triton.attention_splits import finish, load_queries, load_tile, nothing_seen, one_split
 from runtime.kernels.triton.kv_store import layer_parts
@@ -24,7 +23,7 @@ from runtime.kv_store import Store
 
 def tile_for(dim: int) -> int:
     """Rows of a tile, a row for each query head of a row of the forward: what fits a processor's registers."""
-    return 32 if padded(dim) <= 128 else 16
+    return 32 if widest(dim) <= 128 else 16
 
 
 def attend_many(
@@ -32,10 +31,11 @@ def attend_many(
 ) -> Tensor:
     """attention_decode.attend for T rows that are chains: the same bits, quicker where each request has many rows.
 
-    q (T, heads, dim) float32 contiguous → the same, into `out` where it is given. `places.tail` is not looked at.
+    q (T, heads, dim) float32 contiguous → (T, heads, value_dim), into `out` where it is given. `places.tail` is not
+    looked at.
     """
     rows, count, dim = q.shape
-    out = torch.empty_like(q) if out is None else out
+    out = q.new_empty((rows, count, heads.values)) if out is None else out
     if rows == 0:
         return out
     shape = shape_for(count, dim, kind, heads, tile_for(dim), sharing=tile_for(dim))
@@ -43,7 +43,7 @@ def attend_many(
     # Chains look at neither `start` nor `tail`.
     where = (places.table, places.request, places.position, places.position, places.position)
     _many_kernel[(triton.cdiv(rows, shape.tile_rows), heads.kv * shape.chunks)](
-        q, out, layer_parts(store, layer, kind), heads.factor, where,
+        q, out, layer_parts(store, layer, kind), heads.factor, heads.sinks, where,
         rows, places.table.shape[1], heads.scaling / math.log(2.0),
         SHAPE=shape, num_warps=4, num_stages=stages(kind, dim), enable_fp_fusion=False,
     )  # fmt: skip
@@ -51,7 +51,7 @@ def attend_many(
 
 
 @triton.jit(do_not_specialize=["rows", "blocks"])
-def _many_kernel(q, out, cache, factor, places, rows, blocks, scaling, SHAPE: tl.constexpr):
+def _many_kernel(q, out, cache, factor, sinks, places, rows, blocks, scaling, SHAPE: tl.constexpr):
     # The last tiles see the most keys: they go first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     row, member, head, valid, request_of, first, last, kv_head = load_tile(tile, places, rows, SHAPE)
@@ -71,6 +71,8 @@ def _many_kernel(q, out, cache, factor, places, rows, blocks, scaling, SHAPE: tl
         total = tl.fma(more_total, weight + tl.zeros_like(total), total * decay)
         mixed = tl.fma(more_mixed, weight + tl.zeros_like(mixed), mixed * decay)
     dimension, _, exists = columns(SHAPE)
-    kept = exists & (dimension < SHAPE.dim)
-    to = row.to(tl.int64) * SHAPE.heads + head
-    finish(out, mixed, tl.max(total, axis=1), to, dimension, valid, kept, valid, last >= 0, SHAPE.dim)
+    kept = exists & (dimension < SHAPE.value_dim)
+    finish(
+        out, highest, mixed, tl.max(total, axis=1), sinks, row, head, dimension, valid, kept, valid, last >= 0,
+        SHAPE.heads, SHAPE.value_dim,
+    )  # fmt: skip

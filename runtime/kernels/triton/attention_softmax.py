@@ -21,9 +21,11 @@ class Shape:
 
     heads, kv_heads  query heads, and those of keys and values; `chunks` tiles serve the query heads of one of these.
     tile             rows of a tile: `in_tile` query heads of `tile_rows` rows of the forward.
-    dim              dimensions of a head; `wide` as they are stored, `padded` as a tile holds them.
+    dim              dimensions of a key: a tile holds `first` of them (a power of two), another one the `rest`, if any.
+    value_dim        dimensions of a value; `wide` as they are stored, `padded` as a tile holds them.
     block, split     keys of one step, and logical positions of one split.
     window           last keys that a row sees; 0: all. chunked: those of its own chunk of so many positions.
+    softcap          c: a score s counts as c · tanh(s / c); 0: as it is. In units of ln 2, as scores are here.
     """
 
     heads: int
@@ -33,12 +35,16 @@ class Shape:
     in_tile: int
     tile_rows: int
     dim: int
+    first: int
+    rest: int
+    value_dim: int
     wide: int
     padded: int
     block: int
     split: int
     window: int
     chunked: bool
+    softcap: float
     kind: CacheKind
     interpreted: bool
 
@@ -111,33 +117,50 @@ def columns(SHAPE: tl.constexpr):
 
 
 @triton.jit
-def load_keys(keys, scales, block, inside, head, SHAPE: tl.constexpr):
-    """Keys (padded, n) as float16 terms and scales (n,), of slots `inside` (n,) blocks `block` (a number or (n,)).
+def stored_keys(keys, page, inside, BEGIN: tl.constexpr, COUNT: tl.constexpr, SHAPE: tl.constexpr):
+    """Dimensions from BEGIN on of keys (COUNT, n): float32 as they are, others as float16.
 
     Nothing is masked by position: a mask would split the wide loads, and an unseen score is replaced anyway.
     """
-    page = block.to(tl.int64) * SHAPE.kv_heads + head
-    d = tl.arange(0, SHAPE.padded)
+    d = BEGIN + tl.arange(0, COUNT)
     exists = d[:, None] < SHAPE.dim
     if SHAPE.kind == "int4":
         place = page * (SHAPE.dim * 32) + inside % 32
         byte = tl.load(keys + d[:, None] * 32 + place[None, :], mask=exists, other=136).to(tl.int32)
-        high = (((byte >> (inside // 32 * 4)[None, :]) & 15) - 8).to(tl.float16)
+        held = (((byte >> (inside // 32 * 4)[None, :]) & 15) - 8).to(tl.float16)
     else:
         place = page * (SHAPE.dim * 64) + inside
         held = tl.load(keys + d[:, None] * 64 + place[None, :], mask=exists, other=0)
-        if SHAPE.kind == "float32":
-            factor, scale = balance(tl.max(tl.abs(held), axis=0))
-            high, low = terms(held * factor[None, :])
-        else:
-            high = held.to(tl.float16)
-    if SHAPE.kind == "float16":
+        if SHAPE.kind != "float32":
+            held = held.to(tl.float16)
+    return held
+
+
+@triton.jit
+def load_keys(keys, scales, block, inside, head, SHAPE: tl.constexpr):
+    """Keys as float16 terms, (first, n) and (rest, n), and scales (n,), of slots `inside` (n,) of blocks `block` (a
+    number or (n,)). Where there is no rest, its terms are those of the first dimensions."""
+    page = block.to(tl.int64) * SHAPE.kv_heads + head
+    high = stored_keys(keys, page, inside, 0, SHAPE.first, SHAPE)
+    low = high
+    more_high = high
+    more_low = high
+    if SHAPE.rest:
+        more_high = stored_keys(keys, page, inside, SHAPE.first, SHAPE.rest, SHAPE)
+        more_low = more_high
+    if SHAPE.kind == "float32":
+        largest = tl.max(tl.abs(high), axis=0)
+        if SHAPE.rest:
+            largest = tl.maximum(largest, tl.max(tl.abs(more_high), axis=0))
+        factor, scale = balance(largest)
+        if SHAPE.rest:
+            more_high, more_low = terms(more_high * factor[None, :])
+        high, low = terms(high * factor[None, :])
+    elif SHAPE.kind == "float16":
         scale = tl.full(inside.shape, 1.0, tl.float32)
-    elif SHAPE.kind != "float32":
+    else:
         scale = tl.load(scales + page * 64 + inside)
-    if SHAPE.kind != "float32":
-        low = high
-    return high, low, scale
+    return high, low, more_high, more_low, scale
 
 
 @triton.jit
@@ -167,6 +190,13 @@ def load_values(values, scales, block, inside, seen, head, SHAPE: tl.constexpr):
 
 
 @triton.jit
+def capped(score, CAP: tl.constexpr):
+    """CAP · tanh(score / CAP) of scores and a cap in units of ln 2; the error is below 3e-7 · CAP."""
+    double: tl.constexpr = 2.8853900817779268 / CAP
+    return (1.0 - 2.0 / (tl.exp2(score * double) + 1.0)) * CAP
+
+
+@triton.jit
 def step(queries, state, first, last, active, at, bound, block, inside, cache, head, SHAPE: tl.constexpr):
     """One block of n keys at logical positions `at` (n,), added to `state`.
 
@@ -176,11 +206,16 @@ def step(queries, state, first, last, active, at, bound, block, inside, cache, h
     sees no key of the block, or is not active, keeps its bits. (Online softmax: Milakov and Gimelshein, 1805.02867.)
     """
     two: tl.constexpr = SHAPE.kind == "float32"
-    q_high, q_low, q_scale = queries
+    q_high, q_low, q_more_high, q_more_low, q_scale = queries
     highest, total, mixed = state
     keys, values, key_scale, value_scale = cache
-    k_high, k_low, k_scale = load_keys(keys, key_scale, block, inside, head, SHAPE)
-    score = product(q_high, q_low, k_high, k_low, two, SHAPE.interpreted) * k_scale[None, :] * q_scale[:, None]
+    k_high, k_low, k_more_high, k_more_low, k_scale = load_keys(keys, key_scale, block, inside, head, SHAPE)
+    score = product(q_high, q_low, k_high, k_low, two, SHAPE.interpreted)
+    if SHAPE.rest:
+        score += product(q_more_high, q_more_low, k_more_high, k_more_low, two, SHAPE.interpreted)
+    score = score * k_scale[None, :] * q_scale[:, None]
+    if SHAPE.softcap > 0.0:
+        score = capped(score, SHAPE.softcap)
     seen = active[:, None] & (at[None, :] <= last[:, None]) & (at[None, :] >= first[:, None])
     score = tl.where(seen, score, float("-inf"))
     above = tl.maximum(highest, tl.max(score, axis=1))

@@ -7,7 +7,7 @@ order of programs.
 import triton
 import triton.language as tl
 
-from runtime.kernels.triton.attention_softmax import columns, row_terms, step
+from runtime.kernels.triton.attention_softmax import balance, columns, step, terms
 
 
 @triton.jit
@@ -34,15 +34,35 @@ def load_tile(tile, places, rows, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def load_queries(q, factor, row, head, valid, kv_head, scaling, SHAPE: tl.constexpr):
-    """Queries of rows and heads (M,), scaled, in two float16 terms (M, padded), and the terms' power of two (M,)."""
-    d = tl.arange(0, SHAPE.padded)
+def scaled_queries(
+    q, factor, row, head, valid, kv_head, scaling, BEGIN: tl.constexpr, COUNT: tl.constexpr, SHAPE: tl.constexpr
+):
+    """Dimensions from BEGIN on of the queries (M, COUNT) of rows and heads (M,), scaled, float32."""
+    d = BEGIN + tl.arange(0, COUNT)
     there = valid[:, None] & (d[None, :] < SHAPE.dim)
     at = (row.to(tl.int64) * SHAPE.heads + head)[:, None] * SHAPE.dim + d[None, :]
     x = tl.load(q + at, mask=there, other=0.0) * scaling
     if factor is not None:
         x = x * tl.load(factor + kv_head * SHAPE.dim + d, mask=d < SHAPE.dim, other=0.0)[None, :]
-    return row_terms(x)
+    return x
+
+
+@triton.jit
+def load_queries(q, factor, row, head, valid, kv_head, scaling, SHAPE: tl.constexpr):
+    """Queries of rows and heads (M,), scaled, in float16 terms as `load_keys` has them, (M, first) and (M, rest), and
+    the terms' power of two (M,)."""
+    x = scaled_queries(q, factor, row, head, valid, kv_head, scaling, 0, SHAPE.first, SHAPE)
+    largest = tl.max(tl.abs(x), axis=1)
+    if SHAPE.rest:
+        more = scaled_queries(q, factor, row, head, valid, kv_head, scaling, SHAPE.first, SHAPE.rest, SHAPE)
+        largest = tl.maximum(largest, tl.max(tl.abs(more), axis=1))
+    by, inverse = balance(largest)
+    high, low = terms(x * by[:, None])
+    more_high = high
+    more_low = low
+    if SHAPE.rest:
+        more_high, more_low = terms(more * by[:, None])
+    return high, low, more_high, more_low, inverse
 
 
 @triton.jit
@@ -119,7 +139,7 @@ def one_split(
 
 @triton.jit(do_not_specialize=["rows", "blocks", "width", "splits"])
 def split_kernel(
-    q, out, mixed_out, sums_out, cache, factor, places, rows, blocks, width, splits, scaling,
+    q, out, mixed_out, sums_out, cache, factor, sinks, places, rows, blocks, width, splits, scaling,
     SHAPE: tl.constexpr, TREE: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(2)
@@ -133,31 +153,49 @@ def split_kernel(
             SHAPE, TREE,
         )  # fmt: skip
         dimension, _, exists = columns(SHAPE)
-        kept = exists & (dimension < SHAPE.dim)
+        kept = exists & (dimension < SHAPE.value_dim)
         total = tl.max(total, axis=1)
-        to = row.to(tl.int64) * SHAPE.heads + head
         if ALONE:
-            finish(out, mixed, total, to, dimension, valid, kept, last < SHAPE.split, last >= 0, SHAPE.dim)
+            finish(
+                out, highest, mixed, total, sinks, row, head, dimension, valid, kept, last < SHAPE.split, last >= 0,
+                SHAPE.heads, SHAPE.value_dim,
+            )  # fmt: skip
         else:
-            place = to * splits + split
+            place = (row.to(tl.int64) * SHAPE.heads + head) * splits + split
             reached = valid & (last >= begin) & (first < begin + SHAPE.split)
             there = reached[:, None] & kept[None, :]
-            tl.store(mixed_out + place[:, None] * SHAPE.dim + dimension[None, :], mixed, mask=there)
+            tl.store(mixed_out + place[:, None] * SHAPE.value_dim + dimension[None, :], mixed, mask=there)
             tl.store(sums_out + place * 2, highest, mask=reached)
             tl.store(sums_out + place * 2 + 1, total, mask=reached)
 
 
 @triton.jit
-def finish(out, mixed, total, to, dimension, valid, kept, within, held, DIM: tl.constexpr):
+def beside_sink(highest, sink):
+    """What a row's sums are multiplied by, and what its total grows by, where `sink` is a score that has no value."""
+    sink = sink * 1.4426950408889634
+    above = tl.maximum(highest, sink)
+    return tl.exp2(highest - above), tl.exp2(sink - above)
+
+
+@triton.jit
+def finish(
+    out, highest, mixed, total, sinks, row, head, dimension, valid, kept, within, held, HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+):  # fmt: skip
     """Writes mixed / total; 0 for rows that hold nothing, NaN for those that were not `within` the launched splits."""
+    if sinks is not None:
+        decay, weight = beside_sink(highest, tl.load(sinks + head, mask=valid, other=0.0))
+        total = tl.fma(total, decay, weight)
+        mixed = mixed * decay[:, None]
     result = tl.div_rn(mixed, tl.where(held, total, 1.0)[:, None] + tl.zeros_like(mixed))
     result = tl.where(within[:, None], result, float("nan"))
+    to = row.to(tl.int64) * HEADS + head
     tl.store(out + to[:, None] * DIM + dimension[None, :], result, mask=valid[:, None] & kept[None, :])
 
 
 @triton.jit(do_not_specialize=["splits"])
 def combine_kernel(
-    mixed_in, sums_in, out, position, splits,
+    mixed_in, sums_in, out, sinks, position, splits,
     HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
     CHUNKED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -191,6 +229,10 @@ def combine_kernel(
                     more_total = tl.sum(tl.where(one, totals, 0.0)) + tl.zeros_like(mixed)
                     more = tl.sum(tl.where(one[:, None], tiles, 0.0), axis=0)
                     highest, total, mixed = join(highest, total, mixed, more_highest, more_total, more)
+    if sinks is not None:
+        decay, weight = beside_sink(highest, tl.load(sinks + head))
+        total = tl.fma(total, decay, weight)
+        mixed = mixed * decay
     result = tl.div_rn(mixed, tl.where(last >= 0, total, 1.0))
     result = tl.where(last < splits * SPLIT, result, float("nan"))
     tl.store(out + (row.to(tl.int64) * HEADS + head) * DIM + d, result, mask=kept)

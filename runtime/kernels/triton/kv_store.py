@@ -29,7 +29,7 @@ def writable_parts(store: Store, layer: int, kind: CacheKind) -> tuple[Tensor, T
 
 @dataclass(frozen=True)
 class Written:
-    """What kernels that write keys and values of `dim` dimensions are compiled for; `limit`: the largest code."""
+    """What kernels that write keys or values of `dim` dimensions are compiled for; `limit`: the largest code."""
 
     kv_heads: int
     dim: int

@@ -34,21 +34,25 @@ def rotate_and_store(
 ) -> Tensor:
     """Queries (T, heads, dim) float32 for `attend`; keys and values go to the store's layer.
 
-    q, k, v   (T, heads · dim), (T, kv_heads · dim) twice, float32, rows of any stride (parts of one product).
+    q, k, v   (T, heads · dim), (T, kv_heads · dim), (T, kv_heads · value_dim) float32, rows of any stride (parts of one
+              product). Without keys (T, 0) nothing is stored: the layer reads another's.
     cos, sin  (P, r / 2) float32 of all positions below P (RotaryTable.upto); dimensions from r on stay.
     position  (T,) int on the device, rows of cos and sin; below 0: taken as 0.
     slots     (T,) int on the device, physical; slots given twice hold either row, or a
               mixture of both where codes share bytes.
     factor    (kv_heads, dim) float32, that keys are divided by; None: 1.
-    q_norm, k_norm, eps  per-head RMSNorm (dim,) before the rotation, both or none.
+    q_norm, k_norm, eps  per-head RMSNorm (dim,) before the rotation; None: not normed.
     """
     rows, heads, kv_heads = q.shape[0], q.shape[1] // dim, k.shape[1] // dim
+    # Compiled even where there is nothing to store.
+    value_dim = v.shape[1] // kv_heads if kv_heads else dim
     out = torch.empty((rows, heads, dim), dtype=torch.float32, device=q.device)
     if rows:
         _rotate_kernel[(rows, heads + 2 * kv_heads)](
             q, k, v, out, cos, sin, position, slots, writable_parts(store, layer, kind), factor, q_norm, k_norm, eps,
             q.stride(0), k.stride(0), v.stride(0),
-            HEADS=heads, HALF=cos.shape[1], CACHE=written(kind, kv_heads, dim), num_warps=1, enable_fp_fusion=False,
+            HEADS=heads, HALF=cos.shape[1], KEYS=written(kind, kv_heads, dim),
+            VALUES=written(kind, kv_heads, value_dim), num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
@@ -77,27 +81,25 @@ def _rotated(source, weight, eps, cos, sin, DIM: tl.constexpr, HALF: tl.constexp
 @triton.jit
 def _rotate_kernel(
     q, k, v, out, cos, sin, position, slots, memory, factor, q_norm, k_norm, eps, q_stride, k_stride, v_stride,
-    HEADS: tl.constexpr, HALF: tl.constexpr, CACHE: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     key_memory, value_memory, key_scale, value_scale = memory
     row, which = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.maximum(tl.load(position + row).to(tl.int64), 0) * HALF
     slot = tl.load(slots + row).to(tl.int64)
-    d = tl.arange(0, CACHE.padded)
+    d = tl.arange(0, KEYS.padded)
     if which < HEADS:
         x = _rotated(
-            q + row * q_stride + which * CACHE.dim, q_norm, eps, cos + at, sin + at, CACHE.dim, HALF, CACHE.padded
+            q + row * q_stride + which * KEYS.dim, q_norm, eps, cos + at, sin + at, KEYS.dim, HALF, KEYS.padded
         )
-        tl.store(out + (row * HEADS + which) * CACHE.dim + d, x, mask=d < CACHE.dim)
-    elif which < HEADS + CACHE.kv_heads:
+        tl.store(out + (row * HEADS + which) * KEYS.dim + d, x, mask=d < KEYS.dim)
+    elif which < HEADS + KEYS.kv_heads:
         head = which - HEADS
-        x = _rotated(
-            k + row * k_stride + head * CACHE.dim, k_norm, eps, cos + at, sin + at, CACHE.dim, HALF, CACHE.padded
-        )
+        x = _rotated(k + row * k_stride + head * KEYS.dim, k_norm, eps, cos + at, sin + at, KEYS.dim, HALF, KEYS.padded)
         if factor is not None:
-            x = tl.div_rn(x, tl.load(factor + head * CACHE.dim + d, mask=d < CACHE.dim, other=1.0))
-        write_key(x, key_memory, key_scale, slot, head, CACHE)
+            x = tl.div_rn(x, tl.load(factor + head * KEYS.dim + d, mask=d < KEYS.dim, other=1.0))
+        write_key(x, key_memory, key_scale, slot, head, KEYS)
     else:
-        head = which - HEADS - CACHE.kv_heads
-        source = v + row * v_stride + head * CACHE.dim
-        write_value(source, value_memory, value_scale, slot, head, CACHE)
+        head = which - HEADS - KEYS.kv_heads
+        source = v + row * v_stride + head * VALUES.dim
+        write_value(source, value_memory, value_scale, slot, head, VALUES)

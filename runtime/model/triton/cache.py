@@ -26,8 +26,8 @@ _PROMPT_ROWS = 512
 # A text that there must be room for, where the model's positions go that far.
 _TEXT = 4096
 _FLOAT = 4
-# Slots that the kernel moves at once.
-_MOST_MOVED = 64
+# Slots that the kernel moves at once, of keys of up to so many dimensions; of wider ones fewer.
+_MOST_MOVED, _MOVED_DIMS = 64, 256
 
 
 class Need(NamedTuple):
@@ -45,9 +45,10 @@ def needed(a: Architecture, weights: int) -> Need:
     more at 4 bytes a weight, which is what laying it out takes. The experts of one block are held twice while they are
     stacked: at most a block's share of the weights.
     """
-    keys = sum(layers * heads * dim for layers, heads, dim in a.cache_shape.groups)
-    cache = min(a.max_positions, _TEXT) * 2 * keys * _FLOAT
-    row = 4 * a.hidden + (2 * a.heads + 2 * a.kv_heads) * a.head_dim + 3 * a.intermediate
+    groups = a.cache_shape.groups
+    held = sum(layers * heads * (dim + (dim if a.latent is None else a.value_dim)) for layers, heads, dim in groups)
+    cache = min(a.max_positions, _TEXT) * held * _FLOAT
+    row = 4 * a.hidden + (2 * a.heads + 2 * a.kv_heads) * max(dim for _, _, dim in groups) + 3 * a.intermediate
     logits = 2 * WIDEST * a.vocab
     largest = a.hidden * max(a.vocab, 2 * a.intermediate)
     moved = 0 if a.experts is None else weights // a.layers
@@ -102,8 +103,13 @@ class GpuCache(PagedCache):
 
     @property
     def memory(self) -> Store:
-        """All pages as they lie now, and behind them the scratch page."""
+        """The first of `memories`, which all move at once: what graphs belong to."""
         return self._memory[0]
+
+    @property
+    def memories(self) -> tuple[Store, ...]:
+        """All pages as they lie now, and behind them the scratch page; one for each shape of keys."""
+        return self._memory
 
     @property
     def scratch(self) -> int:
@@ -147,7 +153,8 @@ class GpuCache(PagedCache):
 
     def _move(self, stores: tuple[Store, ...], source: Tensor, target: Tensor) -> None:
         """See KeyValueCache: on CUDA in one launch, where a path is no longer than that takes."""
-        if self.format.device.type != "cuda" or len(source) > _MOST_MOVED:
+        wide = max(form.head_dim for form in self.formats)
+        if self.format.device.type != "cuda" or len(source) * max(wide, _MOVED_DIMS) > _MOST_MOVED * _MOVED_DIMS:
             super()._move(stores, source, target)
             return
         from runtime.kernels.triton.kv_store import move

@@ -30,7 +30,8 @@ from runtime.model.triton.cache import WIDEST, GpuCache
 from runtime.model.triton.draft_steps import Chains, fill_round, round_for, steps_of
 from runtime.model.triton.draft_steps import drafted as draft_round
 from runtime.model.triton.graphs import Computed, Graphs
-from runtime.model.triton.layers import Memory, hidden_states, waits
+from runtime.model.triton.keys import Memory
+from runtime.model.triton.layers import hidden_states, waits
 from runtime.model.triton.sampling import candidates, next_tokens, way_of
 from runtime.sampling.candidates import Candidates
 from runtime.sampling.params import Sampling
@@ -43,15 +44,7 @@ def lacking(architecture: Architecture) -> str:
     """What a record may say and these kernels have not, in words; "" where they have all of it."""
     a = architecture
     have_not = {
-        "attn_logit_softcapping": a.softcap,
-        "sinks": a.sinks,
-        "latent attention": a.latent,
         "layers with a state": any(a.state_sizes),
-        "keys of several shapes": len(a.key_groups) > 1,
-        "layers that share keys": a.keys_of and a.keys_of != tuple(range(a.layers)),
-        "normed values": a.value_norm,
-        "per-layer inputs": a.layer_input,
-        "a mixture beside the MLP": a.experts and a.experts.beside,
     }
     return ", ".join(name for name, there in have_not.items() if there)
 
@@ -268,7 +261,8 @@ class TritonDecoder(BaseDecoder):
         return Computed(*(part[rows] for part in found))
 
     def _hidden(self, cache: GpuCache, blocks: int, inputs: Inputs, sharing: int, at: Tensor | None) -> Tensor:
-        memory = Memory(cache.memory, cache.format.kind, cache.format.key_factor, blocks * KEY_BLOCK, sharing)
+        factors = tuple(form.key_factor for form in cache.formats)
+        memory = Memory(cache.memories, cache.format.kind, factors, blocks * KEY_BLOCK, sharing)
         # Always the same tensors for so many blocks: graphs hold their addresses.
         blocks = max(blocks, _LEAST_TABLE)
         if blocks not in self._angles:

@@ -11,7 +11,10 @@ import torch
 import triton
 from torch import Tensor
 
-from runtime.kernels.triton.elementwise import Activation, gated
+from runtime.checkpoints.record import Activation
+from runtime.kernels.activations import activate
+from runtime.kernels.triton.elementwise import Activation as Fused
+from runtime.kernels.triton.elementwise import gated
 from runtime.kernels.triton.expert_rows import Picks, add_experts_kernel
 from runtime.kernels.triton.linear import TritonJoined, TritonLinear, split_outputs, triton_linear
 from runtime.kernels.triton.quantize_inputs import OPTIONS, Rounding, gated_quantize, quantize, rounding
@@ -40,7 +43,7 @@ class StackedLinear:
         rounded = x if self.layer.how is None else quantize(x, self.layer.how, self._rounding(picks))
         return self.layer.product(rounded, picks=picks)
 
-    def after(self, gate: Tensor, up: Tensor, activation: Activation, picks: Picks) -> Tensor:
+    def after(self, gate: Tensor, up: Tensor, activation: Fused, picks: Picks) -> Tensor:
         """The product with act(gate) · up, each (pairs, K) float32 with rows of stride 1."""
         if self.layer.how is None:
             return self(gated(gate, up, activation), picks)
@@ -61,12 +64,14 @@ class StackedExperts:
 
     gate_up  one layer, or several that do not read their inputs alike; sizes: outputs of gate and up.
     how      the rounding that all of gate_up take x by, where it is the same for all experts.
+    parameters  float32, of an activation that has some, the same for all experts.
     """
 
     gate_up: tuple[StackedLinear, ...]
     sizes: tuple[int, ...]
     down: StackedLinear
     how: Rounding | None
+    parameters: Tensor | None = None
 
     def mixed(self, x: Tensor, shares: Tensor, picks: Picks, activation: Activation, residual: Tensor) -> Tensor:
         """residual (T, H) + each row's experts of x (T, H) times their shares (T, count), all float32.
@@ -78,8 +83,12 @@ class StackedExperts:
         else:
             rounded = quantize(x, self.how)
             outputs = tuple(layer.layer.product(rounded, picks=picks) for layer in self.gate_up)
-        gate, up = split_outputs(outputs, self.sizes)
-        return add_experts(self.down.after(gate, up, activation, picks), shares, picks, residual)
+        gate, *up = split_outputs(outputs, self.sizes)
+        if up and activation in ("silu", "gelu_tanh"):
+            made = self.down.after(gate, up[0], activation, picks)
+        else:
+            made = self.down(activate(activation, gate, up[0] if up else None, self.parameters), picks)
+        return add_experts(made, shares, picks, residual)
 
     def upper(self) -> "StackedExperts":
         """The same on the upper planes of int8 weights."""
@@ -103,29 +112,35 @@ def add_experts(found: Tensor, shares: Tensor, picks: Picks, residual: Tensor) -
 def stacked(mixture: Mixture) -> Mixture:
     """The mixture with its experts as stacks beside views of them.
 
-    As it is where they are not alike (different schemes, some with zero points and some without), or run on a library's
-    product: nothing is lost but speed, because the host sends rows to such experts.
+    As it is where they are not alike (different schemes, some with zero points and some without, activations of other
+    parameters), or run on a library's product: nothing is lost but speed, because the host sends rows to such experts.
     """
+    parameters = [expert.parameters for expert in mixture.experts]
     ups = [expert.gate_up for expert in mixture.experts]
-    if not all(isinstance(up, TritonJoined) and len(up.parts) == len(ups[0].parts) for up in ups):
+    if not _equal(parameters) or not all(
+        isinstance(up, TritonJoined) and len(up.parts) == len(ups[0].parts) for up in ups
+    ):
         return mixture
     there = [[up.parts[i] for up in ups] for i in range(len(ups[0].parts))]
     there.append([expert.down for expert in mixture.experts])
     columns = [[layer for layer in column if isinstance(layer, TritonLinear)] for column in there]
-    if not all(len(column) == len(ups) and _alike(column) for column in columns):
+    if not all(len(column) == len(ups) and alike(column) for column in columns):
         return mixture
-    made = [_stack(column) for column in columns]
+    made = [stack(column) for column in columns]
     experts = tuple(
-        Mlp(replace(up, parts=tuple(parts)), last)
+        Mlp(replace(up, parts=tuple(parts)), last, parameters[0])
         for up, *parts, last in zip(ups, *(views for _, views in made), strict=True)
     )
     *gate_up, down = (layer for layer, _ in made)
-    alike = not any(layer.by_expert for layer in gate_up)
-    one = rounding(*(layer.layer.weight for layer in gate_up)) if alike else None
-    return replace(mixture, experts=experts, stacked=StackedExperts(tuple(gate_up), ups[0].sizes, down, one))
+    by_expert = any(layer.by_expert for layer in gate_up)
+    one = None if by_expert else rounding(*(layer.layer.weight for layer in gate_up))
+    whole = StackedExperts(tuple(gate_up), ups[0].sizes, down, one, parameters[0])
+    return replace(mixture, experts=experts, stacked=whole)
 
 
-def _alike(layers: Sequence[TritonLinear]) -> bool:
+def alike(layers: Sequence[TritonLinear]) -> bool:
+    """Whether layers differ in their numbers alone, so that `stack` takes them."""
+
     def known(layer: TritonLinear) -> tuple[object, ...]:
         w = layer.weight
         missing = tuple(t is None for t in (w.lower, w.scale, w.offset, w.perm, w.bias, w.input_scale))
@@ -134,7 +149,7 @@ def _alike(layers: Sequence[TritonLinear]) -> bool:
     return all(known(layer) == known(layers[0]) for layer in layers)
 
 
-def _stack(layers: Sequence[TritonLinear]) -> tuple[StackedLinear, list[TritonLinear]]:
+def stack(layers: Sequence[TritonLinear]) -> tuple[StackedLinear, list[TritonLinear]]:
     """The stack of layers that are alike, and the layers as views of it.
 
     Orders and static steps are small and stay the layers' own, which may share them with each other.

@@ -4,52 +4,39 @@ The exception are prompts through a mixture, whose rows the host sends to their 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from runtime.checkpoints.record import Architecture
-from runtime.contract import CacheKind
 from runtime.kernels.activations import activate
 from runtime.kernels.exact import sigmoid
 from runtime.kernels.joined import Joined
 from runtime.kernels.reference import layer_norm, rotate
 from runtime.kernels.routing import route
 from runtime.kernels.triton import argmax
-from runtime.kernels.triton.attention_decode import Heads, Places, attend, splits_for, workspace
+from runtime.kernels.triton.attention_decode import Places, attend, splits_for, workspace
 from runtime.kernels.triton.attention_prefill import attend_many
 from runtime.kernels.triton.elementwise import embed, gated, rms_norm
 from runtime.kernels.triton.expert_rows import Picks
 from runtime.kernels.triton.linear import TritonJoined, TritonLinear, split_outputs
 from runtime.kernels.triton.quantize_inputs import Rounded, gated_quantize, norm_quantize
 from runtime.kernels.triton.rotary import rotate_and_store
-from runtime.kv_store import Store
 from runtime.model.experts import sum_of_experts
-from runtime.model.layers import Attention, Block, Linear, Mixture, Mlp, Norm, Parts
+from runtime.model.layers import Attention, Block, Linear, Mixture, Mlp, MlpBeside, Norm, Parts
 from runtime.model.reference import Turns
 from runtime.model.triton.batch import Inputs
 from runtime.model.triton.cache import WIDEST
 from runtime.model.triton.experts import StackedExperts
+from runtime.model.triton.keys import Memory, heads_of, projected
+from runtime.model.triton.latent import by_head
+from runtime.model.triton.layer_inputs import layer_inputs
 
 # Floats of the splits' results of attention that are held at once, and the rows that are attended to together at least.
 _ROOM = 1 << 26
 _LEAST_ROWS = 16
-
-
-@dataclass(frozen=True, eq=False)
-class Memory:
-    """Where keys and values go: a pool of blocks of 64, how it holds them, and what keys are divided by.
-
-    factor  (layers, kv_heads, head_dim) float32 or None.
-    keys    the most keys that a row of this forward sees; sharing: adjacent rows of one request, most of the time.
-    """
-
-    store: Store
-    kind: CacheKind
-    factor: Tensor | None
-    keys: int
-    sharing: int
 
 
 def hidden_states(
@@ -70,24 +57,27 @@ def hidden_states(
     position = inputs.position.clamp(min=0).long()
     if parts.positions is not None:
         x = x + parts.positions[position]
+    own = layer_inputs(parts, a, inputs.token, x)
     splits = splits_for(memory.keys)
-    heads = Heads(a.heads, a.kv_heads, a.head_dim, a.scaling)
-    at_once = max(_LEAST_ROWS, _ROOM // (a.heads * a.head_dim * splits) // _LEAST_ROWS * _LEAST_ROWS)
+    of_layer = [heads_of(a, number) for number in range(a.layers)]
+    widths = {heads.values: heads for heads in of_layer}
+    at_once = max(_LEAST_ROWS, _ROOM // (a.heads * max(*widths, 1) * splits) // _LEAST_ROWS * _LEAST_ROWS)
     tail = inputs.tail if inputs.tail.shape[1] else None
     places = Places(inputs.table, inputs.request, inputs.position, inputs.start, tail)
     prompt = tail is None and len(x) > WIDEST  # many rows, in chains
     # Prompts walk their splits one after the other and need no room for them.
-    room = None if prompt else workspace(min(len(x), at_once), heads, splits, x.device)
-
+    count = min(len(x), at_once)
+    rooms = {width: None if prompt else workspace(count, heads, splits, x.device) for width, heads in widths.items()}
     growth = None if turns.growth is None else turns.growth[position].view(-1, 1, 1)
     still = x.new_empty((len(x), 0))  # a rotary table of no dimensions
 
-    def attention(x: Tensor, block: Block, layer: int) -> Tensor:
+    def attention(x: Tensor, block: Block, number: int) -> Tensor:
         """The residual stream behind a block's attention."""
         weights = block.attention
         assert isinstance(weights, Attention)  # TritonDecoder takes no other
-        q, k, v = _joined(weights.qkv, _normed(x, block.input_norm, weights.qkv, a))
-        factor = None if memory.factor is None else memory.factor[layer]
+        store, layer, factor = memory.of(a.places[number][0])
+        heads = replace(of_layer[number], window=weights.window, sinks=weights.sinks, factor=factor)
+        q, k, v = projected(_joined(weights.qkv, _normed(x, block.input_norm, weights.qkv, a)), weights, heads, a)
         angles, norms = (still, still), (weights.q_norm, weights.k_norm)
         if weights.rotary is not None:
             angles = turns.angles[weights.rotary]
@@ -95,18 +85,17 @@ def hidden_states(
             # What the kernel does not do between the product and the cache is done before it.
             if a.query_key_norm_rotated:
                 here = angles[0][position], angles[1][position]
-                q, k = (rotate(part.view(len(x), -1, a.head_dim), *here).flatten(1) for part in (q, k))
+                q, k = (rotate(part.view(len(x), -1, heads.dim), *here).flatten(1) for part in (q, k))
                 angles = still, still
-            q, k = (_norm_heads(part, norm, a) for part, norm in zip((q, k), norms, strict=True))
+            q, k = (_norm_heads(part, norm, heads.dim, a) for part, norm in zip((q, k), norms, strict=True))
             norms = None, None
         q = rotate_and_store(
-            *(q, k, v, *angles, inputs.position, inputs.slot, memory.store, layer, memory.kind, a.head_dim, factor),
+            *(q, k, v, *angles, inputs.position, inputs.slot, store, layer, memory.kind, heads.dim, factor),
             *(*norms, a.norm_eps),
         )
         q = q * growth if growth is not None and weights.grows else q
-        mixed = torch.empty_like(q)
-        own = Heads(a.heads, a.kv_heads, a.head_dim, a.scaling, weights.window, factor, a.chunked)
-        keys = (memory.store, layer, memory.kind, own)
+        mixed, room = q.new_empty((len(x), a.heads, heads.values)), rooms[heads.values]
+        keys = (store, layer, memory.kind, heads)
         if prompt:
             attend_many(q, *keys, places, mixed)
         else:
@@ -114,12 +103,18 @@ def hidden_states(
             for first in range(0, len(q), held):
                 part = slice(first, first + held)
                 attend(q[part], *keys, _some(places, part), splits, memory.sharing, mixed[part], room)
+        if weights.latent is not None:
+            mixed = by_head(weights.latent.values, weights.latent.values_stack, mixed)
         return _branch(weights.out, mixed.view(len(x), -1), x, block.attention_norm, a)
 
     for number, block in enumerate(parts.blocks):
         before = x
         x = attention(x, block, number)
         x = _feed_forward(before if a.parallel else x, x, block, a, inputs.position)
+        if block.own is not None and own is not None:
+            gated_input = _activated(block.own.gate(x), [own[:, number]], block.own.out, a)
+            x = _branch(block.own.out, gated_input, x, block.own.norm, a)
+        x = x if block.scale == 1.0 else x * block.scale
     if at is not None:
         x = x[at]
     return _norm(x, parts.norm, a)
@@ -131,15 +126,15 @@ def _in_kernel(weights: Attention, a: Architecture) -> bool:
     return weights.q_norm is None or plain
 
 
-def _norm_heads(x: Tensor, weight: Tensor | None, a: Architecture) -> Tensor:
+def _norm_heads(x: Tensor, weight: Tensor | None, dim: int, a: Architecture) -> Tensor:
     """Queries or keys (T, heads · d), normed as query_key_span says."""
     assert weight is not None
     if a.query_key_span == "heads":
         return _norm(x, Norm(weight), a)
-    heads = x.view(len(x), -1, a.head_dim)
+    heads = x.view(len(x), -1, dim)
     if a.norm == "layer":
         return layer_norm(heads, weight, None, a.norm_eps).flatten(1)
-    return rms_norm(heads.reshape(-1, a.head_dim), weight, a.norm_eps).view(x.shape)
+    return rms_norm(heads.reshape(-1, dim), weight, a.norm_eps).view(x.shape)
 
 
 def _norm(x: Tensor, norm: Norm, a: Architecture) -> Tensor:
@@ -172,13 +167,31 @@ def _feed_forward(read: Tensor, x: Tensor, block: Block, a: Architecture, positi
     """The residual stream x behind a block's MLP or mixture, which read `read`."""
     mlp, norm = block.mlp, block.mlp_norm
     assert mlp is not None  # as in `attention`
+    if isinstance(mlp, Mixture) and mlp.beside is not None:
+        return _sum(x, _beside(read, norm, mlp, mlp.beside, a, position), block.output_norm, a)
     if isinstance(mlp, Mixture):
         normed = read if norm is None else _norm(read, norm, a)
         if block.output_norm is None and a.residual_scale == 1.0:
             return _mix(x, normed, mlp, a, position)
         return _sum(x, _mix(torch.zeros_like(x), normed, mlp, a, position), block.output_norm, a)
     gate, *up = _joined(mlp.gate_up, _normed(read, norm, mlp.gate_up, a))
-    return _branch(mlp.down, _activated(gate, up, mlp, a), x, block.output_norm, a)
+    return _branch(mlp.down, _activated(gate, up, mlp.down, a, mlp.parameters), x, block.output_norm, a)
+
+
+def _beside(
+    read: Tensor, norm: Norm | None, weights: Mixture, beside: MlpBeside, a: Architecture, position: Tensor
+) -> Tensor:
+    """What an MLP, behind `norm`, and the mixture beside it make of the residual stream."""
+    dense = _mlp(read if norm is None else _norm(read, norm, a), beside.mlp, a)
+    normed, routed = _norm(read, beside.input_norm, a), _norm(read, beside.router_norm, a)
+    mixed = _mix(torch.zeros_like(read), normed, weights, a, position, routed)
+    return _norm(dense, beside.mlp_output_norm, a) + _norm(mixed, beside.output_norm, a)
+
+
+def _mlp(x: Tensor, mlp: Mlp, a: Architecture) -> Tensor:
+    """An MLP or expert of x (T, hidden)."""
+    gate, *up = _joined(mlp.gate_up, x)
+    return _added(mlp.down, _activated(gate, up, mlp.down, a, mlp.parameters), torch.zeros_like(x))
 
 
 def _normed(x: Tensor, norm: Norm | None, reader: Joined, a: Architecture) -> Rounded | Tensor:
@@ -205,13 +218,15 @@ def _added(layer: Linear, inputs: Rounded | Tensor, x: Tensor) -> Tensor:
     return layer.product(layer.round(inputs) if isinstance(inputs, Tensor) else inputs, residual=x)
 
 
-def _activated(gate: Tensor, up: Sequence[Tensor], mlp: Mlp, a: Architecture) -> Rounded | Tensor:
-    """act(gate) · up as the layer behind it takes it."""
+def _activated(
+    gate: Tensor, up: Sequence[Tensor], down: Linear, a: Architecture, parameters: Tensor | None = None
+) -> Rounded | Tensor:
+    """act(gate) · up as the layer `down` behind it takes it."""
     kind = a.activation
     if not up or kind not in ("silu", "gelu_tanh"):
-        return activate(kind, gate, up[0] if up else None, mlp.parameters)
-    if isinstance(mlp.down, TritonLinear) and mlp.down.how is not None:
-        return gated_quantize(gate, up[0], kind, mlp.down.how)
+        return activate(kind, gate, up[0] if up else None, parameters)
+    if isinstance(down, TritonLinear) and down.how is not None:
+        return gated_quantize(gate, up[0], kind, down.how)
     return gated(gate, up[0], kind)
 
 
@@ -229,27 +244,29 @@ def _by_host(weights: Mixture, rows: int) -> bool:
 
 def _shares(weights: Mixture, scores: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
     """The shares (T, k) of each row's experts and their numbers; below 0 in rows that are none."""
-    how = weights.how
+    how, beside = weights.how, weights.beside
     if how.scoring == "softmax" and weights.correction is None and how.groups[0] == 1:
         share, chosen = argmax.route(scores, how.per_token, how.renormalize, position)
-        return share if how.scale == 1.0 else share * how.scale, chosen
-    share, best = route(scores, how, weights.correction)
+        share = share if how.scale == 1.0 else share * how.scale
+        # Rows that are none have some share of no expert.
+        return share if beside is None else share * beside.expert_scale[chosen.clamp(min=0)], chosen
+    share, best = route(scores, how, weights.correction, None if beside is None else beside.expert_scale)
     return share, torch.where(position.unsqueeze(1) < 0, -1, best)
 
 
-def _mix(x: Tensor, normed: Tensor, weights: Mixture, a: Architecture, position: Tensor) -> Tensor:
-    """x plus each row's experts of normed x, added in order of their number, and what all rows go through."""
-    shares, chosen = _shares(weights, weights.router(normed), position)
+def _mix(
+    x: Tensor, normed: Tensor, weights: Mixture, a: Architecture, position: Tensor, routed: Tensor | None = None
+) -> Tensor:
+    """x plus each row's experts of normed x, added in order of their number, and what all rows go through.
 
-    def run(rows: Tensor, mlp: Mlp) -> Tensor:
-        gate, *up = _joined(mlp.gate_up, rows)
-        return _added(mlp.down, _activated(gate, up, mlp, a), torch.zeros_like(rows))
-
+    routed  what the router reads; None: what the experts read.
+    """
+    shares, chosen = _shares(weights, weights.router(normed if routed is None else routed), position)
+    run = partial(_mlp, a=a)
     if weights.shared is not None:
         whole = run(normed, weights.shared)
         x = x + (whole if weights.shared_gate is None else whole * sigmoid(weights.shared_gate(normed)))
-    kind = a.activation
-    if _by_host(weights, len(x)) or kind not in ("silu", "gelu_tanh"):
+    if _by_host(weights, len(x)):
         return x + sum_of_experts(normed, shares, chosen, weights, run)
     assert isinstance(weights.stacked, StackedExperts)
-    return weights.stacked.mixed(normed, shares, Picks(chosen), kind, x)
+    return weights.stacked.mixed(normed, shares, Picks(chosen), a.activation, x)

@@ -19,19 +19,28 @@ from runtime.kernels.triton.kv_store import move
 from runtime.kernels.triton.rotary import rotate_and_store
 from runtime.kv_store import allocate
 
-# Kind, dimensions, heads, window: one of each way through the kernels.
-FEW: list[tuple[CacheKind, int, int, int | None]] = [("int8", 128, 4, None), ("int4", 64, 8, 100)]
-MORE: list[tuple[CacheKind, int, int, int | None]] = [
-    *((kind, dim, 4, None) for kind in get_args(CacheKind) for dim in (64, 80, 128, 256)),
-    ("float32", 128, 20, None),
+# Kind, dimensions of keys and of values, heads, window, cap, sinks: one of each way through the kernels.
+Case = tuple[CacheKind, int, int, int, int | None, float, bool]
+FEW: list[Case] = [("int8", 128, 128, 4, None, 0.0, False), ("int4", 64, 64, 8, 100, 50.0, True)]
+MORE: list[Case] = [
+    *((kind, dim, dim, 4, None, 0.0, False) for kind in get_args(CacheKind) for dim in (64, 80, 128, 256)),
+    ("float32", 128, 128, 20, None, 0.0, False),
+    ("float32", 256, 256, 2, 4096, 50.0, False),
+    ("float16", 64, 64, 8, 128, 0.0, True),
+    *((kind, 576, 512, 16, None, 0.0, False) for kind in get_args(CacheKind)),
+    ("float32", 512, 512, 4, None, 0.0, False),
+    ("int8", 512, 512, 4, None, 0.0, False),
 ]
 
 
-def attention(kind: CacheKind, dim: int, heads: int, window: int | None) -> None:
+def attention(
+    kind: CacheKind, dim: int, value_dim: int, heads: int, window: int | None, softcap: float, sinks: bool
+) -> None:
     """Chains, trees and prompts of two heads of keys, one split and several; rows on their way into the cache."""
-    store = allocate(kind, 1, 2, 2, dim, torch.device("cpu"))
+    store = allocate(kind, 1, 2, 2, dim, torch.device("cpu"), value_dim)
     factor = None if kind in FLOATS else torch.ones(2, dim)
-    shape = Heads(2 * heads, 2, dim, 1.0, window, factor)
+    beside = torch.zeros(2 * heads) if sinks else None
+    shape = Heads(2 * heads, 2, dim, 1.0, window, factor, False, value_dim, softcap, beside)
     ints = torch.zeros(4, dtype=torch.int32)
     q = torch.zeros(4, 2 * heads, dim)
     tail = ints.view(4, 1)
@@ -39,8 +48,16 @@ def attention(kind: CacheKind, dim: int, heads: int, window: int | None) -> None
     attend(q, store, 0, kind, shape, chain, 2, sharing=4)
     attend(q, store, 0, kind, shape, tree, 1)
     attend_many(q, store, 0, kind, shape, chain)
-    flat, keys, angle = q.flatten(1), torch.zeros(4, 2 * dim), torch.zeros(9, dim // 2)
-    rotate_and_store(flat, keys, keys, angle, angle, ints, ints, store, 0, kind, dim, factor, angle[0], angle[0], 1e-6)
+    flat, angle, keys, values = (
+        q.flatten(1),
+        torch.zeros(9, dim // 2),
+        *(torch.zeros(4, 2 * d) for d in (dim, value_dim)),
+    )
+    where, norm = (angle, angle, ints, ints, store, 0, kind, dim, factor), torch.zeros(dim)
+    rotate_and_store(flat, keys, values, *where, norm, norm, 1e-6)
+    if sinks:
+        # A layer that reads another's keys.
+        rotate_and_store(flat, keys[:, :0], keys[:, :0], *where, norm, None, 1e-6)
     move(store, kind, ints, ints)
 
 

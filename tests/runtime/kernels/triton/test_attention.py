@@ -47,15 +47,19 @@ def make(
     window: int | None = None,
     seed: int = 0,
     pages: int | None = None,
+    value_dim: int | None = None,
+    softcap: float = 0.0,
+    sinks: bool = False,
 ) -> Case:
     """Layer 1 holds random keys and values; keys have strong and weak channels, evened out by factors if rounded."""
+    of_value = dim if value_dim is None else value_dim
     g = generator(seed)
     blocks = [-(-length // KEY_BLOCK) for length in lengths]
     total = sum(blocks) + 3 if pages is None else pages
     order = torch.randperm(total, generator=g)[: sum(blocks)]
     spread = torch.logspace(-1, 1, dim).repeat(LAYERS, kv, 1) if kind in ("int8", "int4") else None
-    quantizer = CacheFormat(LAYERS, kv, dim, torch.device("cpu"), kind, spread)
-    store = allocate(kind, LAYERS, total, kv, dim, torch.device("cpu"))
+    quantizer = CacheFormat(LAYERS, kv, dim, torch.device("cpu"), kind, spread, of_value)
+    store = allocate(kind, LAYERS, total, kv, dim, torch.device("cpu"), of_value)
     table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
     keys, values = [], []
     for i, (length, count) in enumerate(zip(lengths, blocks, strict=True)):
@@ -63,14 +67,16 @@ def make(
         table[i, :count] = mine
         # Each request's numbers are its own, whatever the others are.
         own = generator(1000 * seed + i + 1)
-        k, v = torch.randn(2, length, kv, dim, generator=own)
+        k, v = (torch.randn(length, kv, size, generator=own) for size in (dim, of_value))
         slots = torch.arange(length)
         physical = mine[slots // KEY_BLOCK] * KEY_BLOCK + slots % KEY_BLOCK
         quantizer.write(store, 1, physical, k if spread is None else k * spread[1], v)
         held_k, held_v = quantizer.read(store, 1, mine)
         keys.append(held_k.permute(0, 3, 1, 2).flatten(0, 1)[:length])
-        values.append(held_v.permute(0, 2, 1, 3).flatten(0, 1)[:length, :, :dim])
-    heads = Heads(queries, kv, dim, dim**-0.5, window, None if spread is None else spread[1].to(device))
+        values.append(held_v.permute(0, 2, 1, 3).flatten(0, 1)[:length, :, :of_value])
+    factor = None if spread is None else spread[1].to(device)
+    beside = torch.randn(queries, generator=g).to(device) * 2 if sinks else None
+    heads = Heads(queries, kv, dim, dim**-0.5, window, factor, False, value_dim, softcap, beside)
     on = Store(*(part.to(device) for part in (store.keys, store.values, store.key_scale, store.value_scale)))
     return Case(kind, heads, on, table.to(device), keys, values)
 
@@ -107,7 +113,11 @@ def expected(case: Case, q: Tensor, request: Tensor, slots: list[Tensor]) -> Ten
         group = case.heads.queries // case.heads.kv
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         scores = torch.einsum("hd,khd->hk", row * case.heads.scaling, k)
-        out.append(torch.einsum("hk,khd->hd", scores.softmax(-1), v))
+        if cap := case.heads.softcap:
+            scores = cap * (scores / cap).tanh()
+        if (sinks := case.heads.sinks) is not None:
+            scores = torch.cat((scores, sinks.cpu().double().unsqueeze(1)), dim=1)
+        out.append(torch.einsum("hk,khd->hd", scores.softmax(-1)[:, : len(mine)], v))
     return torch.stack(out)
 
 
@@ -116,10 +126,11 @@ def chain(case: Case, q: Tensor, request: Tensor, position: Tensor) -> Tensor:
 
 
 def bound(case: Case, q: Tensor) -> float:
-    """What `attend` promises: scores are at most |q||k| · scaling."""
+    """What `attend` promises: scores are at most |q||k| · scaling, before they are capped."""
     longest = max(float(k.norm(dim=-1).max()) for k in case.keys)
     largest = max(float(v.abs().max()) for v in case.values)
-    return (2e-6 + 5e-7 * longest * float(q.norm(dim=-1).max()) * case.heads.scaling) * largest
+    scores = longest * float(q.norm(dim=-1).max()) * case.heads.scaling
+    return (2e-6 + 5e-7 * scores + 6e-7 * case.heads.softcap) * largest
 
 
 def queries(count: int, case: Case, seed: int = 5) -> Tensor:

@@ -68,6 +68,29 @@ def test_rows_are_stored_as_the_quantizer_does(device: torch.device, kind: Cache
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_values_of_other_dimensions_than_keys(device: torch.device, kind: CacheKind) -> None:
+    """And a layer that reads another's: its queries are rotated, and nothing is stored."""
+    dim, value_dim, slots = 20, 13, torch.tensor([0, 70, 33])
+    factor = factor_for(kind, dim)
+    theirs = allocate(kind, LAYERS, BLOCKS, HEADS, dim, torch.device("cpu"), value_dim)
+    ours = on(device, theirs)
+    keys, values = normal(3, HEADS, dim, seed=1), normal(3, HEADS, value_dim, seed=2)
+    CacheFormat(LAYERS, HEADS, dim, torch.device("cpu"), kind, factor, value_dim).write(theirs, 1, slots, keys, values)
+    q, (cos, sin) = normal(3, 4 * dim, seed=3), normal(2, 9, dim // 2, seed=4)
+    mine = None if factor is None else factor[1].to(device)
+    still, first = torch.zeros(1, 0, device=device), torch.zeros(3, dtype=torch.int32, device=device)
+    k, v = keys.to(device).flatten(1), values.to(device).flatten(1)
+    where = slots.to(device, torch.int32)
+    rotate_and_store(k[:, :dim], k, v, still, still, first, where, ours, 1, kind, dim, mine)
+    assert same(ours, theirs)
+    at, none = torch.tensor([8, 0, 3], dtype=torch.int32, device=device), k[:, :0]
+    turned = (q.to(device), none, none, cos.to(device), sin.to(device), at)
+    got = rotate_and_store(*turned, where, ours, 0, kind, dim, mine)
+    assert torch.equal(got.cpu(), reference.rotate(q.view(3, 4, dim), cos[at.cpu().long()], sin[at.cpu().long()]))
+    assert same(ours, theirs) and theirs.keys[1].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("source", "target"), [([5], [2]), ([1, 4, 5, 9, 70], [0, 1, 2, 3, 4]), ([9, 0, 3, 1, 40], [0, 1, 2, 3, 8])]
 )

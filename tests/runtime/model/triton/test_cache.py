@@ -10,9 +10,10 @@ import torch
 from runtime import load
 from runtime.errors import UserError
 from runtime.model.triton.cache import Need, needed, require_pages, require_room
+from tests.runtime.model.families import write
 
 
-def test_a_model_that_does_not_fit(tiny: Callable[..., Path], device: str) -> None:
+def test_a_model_that_does_not_fit(tiny: Callable[..., Path], tmp_path: Path, device: str) -> None:
     decoder = load(tiny("llama"), device=device, kernels="triton").decoder
     need = needed(decoder.architecture, decoder.weight_bytes)  # type: ignore[attr-defined]
     assert need.weights == decoder.weight_bytes  # type: ignore[attr-defined]
@@ -20,6 +21,10 @@ def test_a_model_that_does_not_fit(tiny: Callable[..., Path], device: str) -> No
     assert need.cache == 256 * decoder.new_cache().bytes_per_token()
     assert sum(need) == need.weights + need.cache + need.work
     require_room("model", need, sum(need))
+    latent = load(write("youtu", tmp_path / "youtu"), device=device, kernels="triton").decoder
+    # Keys of 80 dimensions and values of 70, for one head.
+    found = needed(latent.architecture, latent.weight_bytes)  # type: ignore[attr-defined]
+    assert found.cache == 512 * latent.new_cache().bytes_per_token()
     mixture = load(tiny("mixtral"), kernels="reference").decoder
     size = mixture.weight_bytes  # type: ignore[attr-defined]
     a = mixture.architecture  # type: ignore[attr-defined]

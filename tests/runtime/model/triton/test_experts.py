@@ -43,7 +43,7 @@ def mixture(made: TritonDecoder | LlamaDecoder) -> Mixture:
     return block.mlp
 
 
-class _NoReads(TorchDispatchMode):
+class NoReads(TorchDispatchMode):
     """Refuses what reads a number of the device."""
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,7 +103,7 @@ def test_narrow_forwards_can_be_graphs(
 
     @contextmanager
     def unread() -> Iterator[None]:
-        with _NoReads():
+        with NoReads():
             yield
 
     def watched(self: Graphs, pool: Any, shape: Any, forward: Callable[[], Any]) -> Any:

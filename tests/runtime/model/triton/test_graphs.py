@@ -13,6 +13,7 @@ from runtime.contract import Rows, integers
 from runtime.model.triton.decoder import TritonDecoder
 from runtime.model.triton.graphs import Graphs
 from runtime.sampling.params import Sampling
+from tests.runtime.model.families import FAMILIES, write
 
 Tiny = Callable[..., Path]
 Text = Callable[..., Tensor]
@@ -28,13 +29,18 @@ def decoder(path: Path, capture: bool = True) -> TritonDecoder:
 
 
 @pytest.mark.parametrize(
-    ("model", "kind"), [("qwen3", "float32"), ("qwen3", "int8"), ("qwen3", "int4"), ("qwen3_moe", "float32")]
+    ("model", "kind"),
+    [
+        *(("qwen3", "float32"), ("qwen3", "int8"), ("qwen3", "int4"), ("qwen3_moe", "float32")),
+        *(("gemma2", "float32"), ("gpt_oss", "int8"), ("deepseek_v3", "int4"), ("gemma4_text", "float16")),
+    ],
 )
-def test_replays_have_the_bits_of_eager_forwards(tiny: Tiny, text: Text, model: str, kind: str) -> None:
+def test_replays_have_the_bits_of_eager_forwards(tiny: Tiny, text: Text, tmp_path: Path, model: str, kind: str) -> None:
     tokens = text(60)
+    path = write(model, tmp_path / model) if model in FAMILIES else tiny(model)
     out = []
     for capture in (True, False):
-        made = decoder(tiny(model), capture)
+        made = decoder(path, capture)
         cache = made.new_cache(kind)  # type: ignore[arg-type]
         request = cache.open(200)
         made.forward(tokens, Rows.chains([(request, 0, 60)]), cache, integers([]))
