@@ -255,14 +255,6 @@ def test_a_cache_of_a_model_without_states_is_refused(path: Path) -> None:
         feed(decoder, cache, request, text(3))
 
 
-def test_triton_refuses_it_in_one_sentence(path: Path) -> None:
-    triton = pytest.importorskip("runtime.model.triton.decoder")
-    decoder = load(path, threads=1).decoder
-    assert isinstance(decoder, BaseDecoder)
-    with pytest.raises(UserError, match="layers with a state, which the kernels in Triton have not"):
-        triton.TritonDecoder(decoder.architecture, None, decoder.parts, decoder.kernel)
-
-
 def test_put_back_for_want_of_pages(path: Path, tmp_path: Path) -> None:
     """Requests that lose their pages, and their states with them, begin again from their texts and lose nothing."""
     target, draft = load(path, threads=1), load(pack(path, tmp_path, "int4")[0], threads=1)

@@ -21,7 +21,6 @@ REFUSED = {
     "gemma4_text": "keys of several shapes",
     "gpt_oss": "sinks",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"), "latent"),
-    **dict.fromkeys(("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text"), "layers with a state"),
 }
 
 
@@ -54,7 +53,7 @@ def test_what_the_kernels_have_not_is_refused(tmp_path: Path, device: str, kind:
         load(path, device=device, kernels="triton")
 
 
-@pytest.mark.parametrize("kind", often(list(REFUSED), "lfm2", "gpt_oss"))
+@pytest.mark.parametrize("kind", often(list(REFUSED), "gpt_oss"))
 def test_auto_takes_plain_torch_for_them_and_says_so(
     tmp_path: Path, device: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
