@@ -34,29 +34,46 @@ def state_space(
     dim = (made.shape[1] - 2 * groups * state) // heads
     out = torch.empty((rows, heads * dim), dtype=torch.float32, device=made.device)
     if rows:
-        pieces = triton.cdiv(dim, _COLUMNS)
+        pieces, each = triton.cdiv(dim, _COLUMNS), torch.empty((rows, 2, heads), dtype=torch.float32, device=made.device)
+        _steps_kernel[(rows,)](
+            times, each, *weights[:2], times.stride(0), *limits,
+            HEADS=heads, PADDED=triton.next_power_of_2(heads), num_warps=1, **OPTIONS,
+        )  # fmt: skip
         _space_kernel[(heads * pieces, len(walk.spans))](
-            made, times, out, *weights, walk.spans, walk.addresses, place, times.stride(0), *limits,
+            made, each, out, weights[2], walk.spans, walk.addresses, place,
             HEADS=heads, EACH=heads // groups, VECTORS=groups * state, STATE=state, DIM=dim, PIECES=pieces,
             PADDED=triton.next_power_of_2(state), COLUMNS=_COLUMNS, num_warps=1, **OPTIONS,
         )  # fmt: skip
     return out
 
 
+@triton.jit
+def _steps_kernel(times, each, step, rate, stride, least, most, HEADS: tl.constexpr, PADDED: tl.constexpr):
+    """mamba.steps of a row, into (T, 2, heads)."""
+    row, h = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    real = h < HEADS
+    x = tl.load(times + row * stride + h, mask=real, other=0.0) + tl.load(step + h, mask=real, other=0.0)
+    time = softplus(x)
+    # As torch's clamp, a NaN stays one.
+    time = tl.where(time < least, least, tl.where(time > most, most, time))
+    left = exp(tl.load(rate + h, mask=real, other=0.0) * time)
+    tl.store(each + row * 2 * HEADS + h, time, mask=real)
+    tl.store(each + row * 2 * HEADS + HEADS + h, left, mask=real)
+
+
 @triton.jit(do_not_specialize=["place"])
 def _space_kernel(
-    made, times, out, step, rate, skip, spans, addresses, place, stride, least, most,
+    made, each, out, skip, spans, addresses, place,
     HEADS: tl.constexpr, EACH: tl.constexpr, VECTORS: tl.constexpr, STATE: tl.constexpr, DIM: tl.constexpr,
     PIECES: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     request, head = tl.program_id(1), tl.program_id(0) // PIECES
     values: tl.constexpr = HEADS * DIM
     d, column = tl.arange(0, PADDED), tl.program_id(0) % PIECES * COLUMNS + tl.arange(0, COLUMNS)
-    real, wide, alone = d < STATE, column < DIM, tl.arange(0, 1)
+    real, wide = d < STATE, column < DIM
     inside = real[:, None] & wide[None, :]
     at = (head * STATE + d[:, None]) * DIM + column[None, :]
-    own_step, own_rate = tl.load(step + head + alone), tl.load(rate + head + alone)
-    own_skip = tl.load(skip + head + alone)
+    own_skip = tl.load(skip + head)
     first, count = tl.load(spans + 2 * request).to(tl.int64), tl.load(spans + 2 * request + 1)
     matrix = tl.zeros((PADDED, COLUMNS), tl.float32)
     for i in range(count):
@@ -64,14 +81,11 @@ def _space_kernel(
         before, after = tl.load(addresses + 2 * row), tl.load(addresses + 2 * row + 1)
         if follows_another(before):
             matrix = read_state(before, place, at, inside)
-        mine = made + row * (values + 2 * VECTORS)
+        mine, own = made + row * (values + 2 * VECTORS), each + row * 2 * HEADS + head
         x = tl.load(mine + head * DIM + column, mask=wide, other=0.0)
-        b = tl.load(mine + values + head // EACH * STATE + d, mask=real, other=0.0)
-        c = tl.load(mine + values + VECTORS + head // EACH * STATE + d, mask=real, other=0.0)
-        time = softplus(tl.load(times + row * stride + head + alone) + own_step)
-        # As torch's clamp, a NaN stays one.
-        time = tl.where(time < least, least, tl.where(time > most, most, time))
-        matrix = matrix * exp(own_rate * time)[:, None] + b[:, None] * (x * time)[None, :]
-        read = tl.sum(matrix * c[:, None], axis=0) + x * own_skip
+        b = tl.load(mine + values + head // EACH * STATE + d, mask=real, other=0.0)[:, None]
+        c = tl.load(mine + values + VECTORS + head // EACH * STATE + d, mask=real, other=0.0)[:, None]
+        matrix = matrix * tl.load(own + HEADS) + b * (x * tl.load(own))[None, :]
+        read = tl.sum(matrix * c, axis=0) + x * own_skip
         tl.store(out + row * values + head * DIM + column, read, mask=wide)
         write_state(after, place, at, matrix, inside)
