@@ -69,8 +69,8 @@ def _prepare_kernel(
         h = tl.arange(0, HEADS_PADDED)
         real = h < HEADS
         corrected = sigmoid(tl.load(share + row * stride + h, mask=real, other=0.0))
-        x = tl.load(left + row * stride + h, mask=real, other=0.0) + tl.load(step + h, mask=real, other=0.0)
-        stays = exp(tl.load(rate + h, mask=real, other=0.0) * softplus(x))
+        moved = tl.load(left + row * stride + h, mask=real, other=0.0) + tl.load(step + h, mask=real, other=0.0)
+        stays = exp(tl.load(rate + h, mask=real, other=0.0) * softplus(moved))
         tl.store(how + row * 2 * HEADS + h, corrected, mask=real)
         tl.store(how + row * 2 * HEADS + HEADS + h, stays, mask=real)
 

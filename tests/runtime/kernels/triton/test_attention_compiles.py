@@ -26,7 +26,7 @@ REFERENCE = {
     "_convolution_kernel",
 }
 # Those of layers with a state: sums in another order than the CPU's, and nothing else.
-STATES = {"_delta_kernel", "_space_kernel"}
+STATES = {"_delta_kernel", "_prepare_kernel", "_space_kernel", "_steps_kernel"}
 
 
 @pytest.mark.parametrize(

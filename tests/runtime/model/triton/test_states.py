@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from runtime.kernels.triton.row_states import CARRIED
 from runtime.model.triton.batch import Inputs, Shape
 from runtime.model.triton.cache import GpuCache
 from runtime.model.triton.decoder import TritonDecoder
-from runtime.model.triton.draft_steps import Chains, fill_round, round_for, steps_of
 from runtime.sampling.params import Sampling
 from runtime.speculate import CacheOptions
 from runtime.speculative.drafters.model import ModelDrafter
@@ -22,10 +22,26 @@ from tests.runtime.model.families import pack, write
 from tests.slices import often
 
 # A tree whose rows read what rows before the last one have left, and a second root.
-PARENTS = [-1, 0, 0, 1, -1, 3]
-DEPTHS = [0, 1, 1, 2, 0, 3]
+PARENTS, DEPTHS = [-1, 0, 0, -1], [0, 1, 1, 0]
 VOCABULARY = 311
-KINDS = ["lfm2", "qwen3_next", "falcon_h1", "mamba2", "nemotron_h"]
+# The interpreter takes a tenth of a second for a row of a layer.
+_FEW: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 24, "num_attention_heads": 2}
+FEWER: dict[str, dict[str, Any]] = {
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "qwen3_next": {
+        **{"head_dim": 8, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+        **{"linear_num_key_heads": 1, "linear_num_value_heads": 2, "mlp_only_layers": [0, 1]},
+    },
+    "falcon_h1": {
+        **{"head_dim": 8, "num_hidden_layers": 1, "mamba_d_ssm": 24, "mamba_n_heads": 2, "mamba_n_groups": 1},
+    },
+    "mamba2": {
+        **{"hidden_size": 12, "num_heads": 3, "head_dim": 8, "n_groups": 1},
+        **{"num_attention_heads": None, "intermediate_size": None},
+    },
+    "nemotron_h": {},
+}
+KINDS = list(FEWER)
 Made = Callable[[str], Path]
 
 
@@ -35,7 +51,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
     def get(kind: str) -> Path:
         if kind not in known:
-            known[kind] = write(kind, tmp_path_factory.mktemp(kind) / kind, vocab_size=VOCABULARY)
+            known[kind] = write(kind, tmp_path_factory.mktemp(kind) / kind, **_FEW | FEWER[kind])
         return known[kind]
 
     return get
@@ -65,26 +81,22 @@ def whole(made: TritonDecoder, tokens: Tensor, kind: CacheKind = "float32") -> T
 def test_trees_in_a_batch_are_their_chains(made: Made, device: str, kind: str, held: CacheKind) -> None:
     """Kept or rolled back, also further than states are held, texts go on as if the rest had never been."""
     own = decoder(made(kind), device)
-    cache, tree, other = own.new_cache(held), words(len(PARENTS), 3), words(4, 4)
+    cache, before, tree, other = own.new_cache(held), words(2), words(len(PARENTS), 3), words(2, 4)
     first, second = cache.open(40), cache.open(40)
-    before = words(5)
     feed(own, cache, first, before)
-    positions = [*(len(before) + depth for depth in DEPTHS), *range(4)]
-    rows = Rows(
-        integers([first] * len(tree) + [second] * 4), integers(positions), integers([*PARENTS, -1, 6, 7, 8])
-    )  # fmt: skip
+    requests, positions = [first] * len(tree) + [second] * 2, [*(2 + depth for depth in DEPTHS), 0, 1]
+    rows = Rows(integers(requests), integers(positions), integers([*PARENTS, -1, len(tree)]))
     found = own.forward(torch.cat((tree, other)), rows, cache).logits
-    for path in ([0, 1, 3, 5], [0, 2], [4]):
-        chain = torch.cat((before, tree[path]))
-        assert torch.equal(found[path], whole(own, chain, held)[len(before) :]), path
+    for path in ([0, 2], [3]):
+        assert torch.equal(found[path], whole(own, torch.cat((before, tree[path])), held)[2:]), path
     assert torch.equal(found[len(tree) :], whole(own, other, held))
-    cache.keep(first, len(before), [0, 1, 3])
-    chain = torch.cat((before, tree[[0, 1, 3]], other[:2]))
-    assert torch.equal(feed(own, cache, first, other[:2]), whole(own, chain, held)[-2:])
-    for length in (9, 1, 0):
+    cache.keep(first, 2, [0, 2])
+    chain = torch.cat((before, tree[[0, 2]], other))
+    assert torch.equal(feed(own, cache, first, other), whole(own, chain, held)[-2:])
+    for length in (5, 1):
         cache.truncate(first, length)
-        again = torch.cat((chain[:length], other[1:3]))
-        assert torch.equal(feed(own, cache, first, other[1:3]), whole(own, again, held)[-2:]), length
+        again = torch.cat((chain[:length], tree[1:2]))
+        assert torch.equal(feed(own, cache, first, tree[1:2]), whole(own, again, held)[-1:]), length
 
 
 @pytest.mark.parametrize("kind", often(KINDS, "lfm2"))
@@ -98,6 +110,7 @@ def test_what_was_drafted_on_the_device_is_known(
     drafted = own.draft(tokens, Rows.chains([(request, 0, 3)]), cache, [5], own.vocab_size)[0]
     text = torch.cat((tokens, drafted.cpu()))
     assert torch.equal(whole(own, text).argmax(1)[2:-1].cpu(), text[3:])
+    want = whole(own, torch.cat((text[:6], tokens[:1])))[-1:]
     # The same rows, verified with the draft's tokens as they lie on the device.
     placeholders = torch.cat((tokens, torch.zeros(4, dtype=torch.int64)))
     rows = Rows.chains([(twin, 0, 7)])
@@ -105,12 +118,10 @@ def test_what_was_drafted_on_the_device_is_known(
     for handle in (request, twin):
         kept = cache.states(handle)
         assert kept is not None and cache.length(handle) == 7
-        for length in (6, 5):
-            monkeypatch.setattr(kept, "_oldest", len(kept.tokens))
-            cache.truncate(handle, length)
-            want = whole(own, torch.cat((text[:length], tokens[:1])))[-1:]
-            assert torch.equal(feed(own, cache, handle, tokens[:1]), want)
-            cache.truncate(handle, length)
+        monkeypatch.setattr(kept, "_oldest", 7)
+        cache.truncate(handle, 6)
+        assert not kept.holds(6)
+        assert torch.equal(feed(own, cache, handle, tokens[:1]), want)
 
 
 @pytest.mark.parametrize("kind", often(KINDS, "qwen3_next"))
@@ -119,17 +130,18 @@ def test_rejected_drafts(made: Made, tmp_path: Path, device: str, kind: str, tem
     """Some drafts are taken and some are not; the text is that of plain decoding."""
     target = load(made(kind), device=device, kernels="triton")
     draft = load(pack(made(kind), tmp_path, "int4")[0], device=device, kernels="triton")
-    prompts, sampling = [words(4, seed).tolist() for seed in (4, 5)], Sampling(temperature=temperature, seed=11)
+    prompts, sampling = [words(3, seed=4).tolist()], Sampling(temperature=temperature, seed=11)
     found = []
     for drafter in (None, ModelDrafter(draft)):
         speculator = Speculator(target, drafter, draft_length=3, cache=CacheOptions("int8", 8))
-        found.append(speculator.generate(prompts, 12, sampling, stop=()))
-    assert [one.tokens for one in found[0]] == [one.tokens for one in found[1]]
-    rate = found[1][0].metrics.acceptance_rate
+        found.append(speculator.generate(prompts, 6, sampling, stop=())[0])
+    assert found[0].tokens == found[1].tokens
+    rate = found[1].metrics.acceptance_rate
     assert rate is not None and 0 < rate < 1
 
 
-@pytest.mark.parametrize("kind", often(KINDS, "mamba2"))
+# All but the one whose experts the host sends rows to.
+@pytest.mark.parametrize("kind", often(KINDS[:-1], "mamba2"))
 def test_a_forward_reads_nothing_but_its_block(
     made: Made, device: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,24 +167,29 @@ def test_a_forward_reads_nothing_but_its_block(
 
     monkeypatch.setattr(own._graphs, "_memory", None)
     monkeypatch.setattr(own._graphs, "run", replay)
-    if own.architecture.experts is None:
-        assert run() == want and want[:2] != want[2:] and len(first) < 6
+    assert run() == want and want[:2] != want[2:]
+    assert len(first) == 4
 
 
-def test_where_states_lie(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_states_lie(made: Made, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts leave the states that are held; what no request has begins with zeros and leaves nothing."""
     monkeypatch.setattr(states, "_LARGE", 0)
-    own = decoder(made("lfm2"), "cpu" if not torch.cuda.is_available() else "cuda")
+    own = decoder(made("lfm2"), device)
     cache = own.new_cache()
     request = cache.open(60)
-    shapes: list[Inputs] = []
-    monkeypatch.setattr(own, "_hidden", lambda cache, blocks, inputs, *rest: shapes.append(inputs) or torch.zeros(8, 200))
-    with pytest.raises(Exception):
-        feed(own, cache, request, words(7))
+    given: list[Inputs] = []
+
+    def hidden(cache: GpuCache, blocks: int, inputs: Inputs, *rest: object) -> Tensor:
+        given.append(inputs)
+        return torch.zeros((len(inputs.token), own.hidden_size), device=own.device)
+
+    monkeypatch.setattr(own, "_hidden", hidden)
+    rows = Rows.chains([(request, 0, 7)])
+    own.forward(words(7), rows, cache, integers([4, 5, 6]))
     kept = cache.states(request)
     assert kept is not None
     address, held, floats = kept.pointers
-    walk = shapes[0].walk
-    assert held == 7 and walk.spans[:3].tolist() == [[0, 7], [7, 1], [0, 0]]
+    walk = given[0].walk
+    assert held == 3 and walk.spans[:3].tolist() == [[0, 7], [7, 1], [0, 0]]
     assert walk.addresses[:, 0].tolist() == [0, *[CARRIED] * 6, 0]
-    assert walk.addresses[:, 1].tolist() == [*(address + 4 * floats * slot for slot in range(7)), 0]
+    assert walk.addresses[:, 1].tolist() == [0] * 4 + [address + 4 * floats * place for place in (1, 2, 0)] + [0]
