@@ -30,7 +30,12 @@ def filtered(x: Tensor, taps: Tensor, bias: Tensor | None, walk: Walk, place: in
 
 
 def _launch(
-    inputs: tuple[Tensor, Tensor, Tensor], taps: Tensor, bias: Tensor | None, walk: Walk, place: int, alone: bool = False
+    inputs: tuple[Tensor, Tensor, Tensor],
+    taps: Tensor,
+    bias: Tensor | None,
+    walk: Walk,
+    place: int,
+    alone: bool = False,
 ) -> Tensor:
     rows, channels = inputs[0].shape
     out = torch.empty((rows, channels), dtype=torch.float32, device=taps.device)
@@ -40,6 +45,12 @@ def _launch(
             PAST=len(taps) - 1, ALONE=alone, CHANNELS=_CHANNELS, num_warps=4, **OPTIONS,
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _shifted(seen, last):
+    """A tuple without its first, and with another last one."""
+    return seen[1:] + (last,)  # noqa: RUF005 - kernels do not unpack
 
 
 @triton.jit(do_not_specialize=["place"])
@@ -56,10 +67,8 @@ def _convolution_kernel(
         row = first + i
         before, after = tl.load(addresses + 2 * row), tl.load(addresses + 2 * row + 1)
         if follows_another(before):
-            read = ()
             for n in tl.static_range(PAST):
-                read = read + (read_state(before, place, n * channels + at, inside),)
-            seen = read
+                seen = _shifted(seen, read_state(before, place, n * channels + at, inside))
         from_row = row * stride + at
         given = tl.load(value + from_row, mask=inside, other=0.0)
         if not ALONE:
@@ -72,6 +81,6 @@ def _convolution_kernel(
             total = total + tl.load(bias + at, mask=inside, other=0.0)
         made = silu(total) if ALONE else tl.load(second + from_row, mask=inside, other=0.0) * total
         tl.store(out + row * channels + at, made, mask=inside)
-        seen = seen[1:] + (given,)
+        seen = _shifted(seen, given)
         for n in tl.static_range(PAST):
             write_state(after, place, n * channels + at, seen[n], inside)

@@ -1,4 +1,4 @@
-"""The gated delta rule over the rows of a text: kernels/delta.py's operations, with sums over a key in a tree's order."""
+"""The gated delta rule over the rows of a text: kernels/delta.py, with sums over a key in a tree's order."""
 
 import torch
 import triton
@@ -31,8 +31,7 @@ def delta_rule(
     weights      step and rate (value heads,) of the decay; of the norms of queries and of keys (key,).
     place        of a token's floats the first matrix of this layer.
     """
-    step, rate, query, key = weights
-    rows, heads, size = len(made), len(step), len(query)
+    rows, heads, size = len(made), len(weights[0]), len(weights[2])
     out = torch.empty((rows, heads, value), dtype=torch.float32, device=made.device)
     if rows:
         pieces, keys = triton.cdiv(value, _COLUMNS), key_heads * size
@@ -55,8 +54,8 @@ def _prepare_kernel(
     made, share, left, how, step, rate, query, key, stride, eps, channels,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY: tl.constexpr, PADDED: tl.constexpr, HEADS_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """What a row is alone: its queries and keys normed in place; into `how` (T, 2, heads) by how much each head's matrix
-    is corrected, and what stays of it."""
+    """What a row is alone: its queries and keys normed in place; and into `how` (T, 2, heads) by how much each head's
+    matrix is corrected, and what stays of it."""
     row, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if number < 2 * KEY_HEADS:
         d = tl.arange(0, PADDED)

@@ -87,10 +87,7 @@ def _activation_kernel(gate, up, out, gate_stride, up_stride, width, KIND: tl.co
     at = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     inside = at < width
     x = tl.load(gate + row * gate_stride + at, mask=inside, other=0.0)
-    if KIND == "sigmoid":
-        x = sigmoid(x)
-    else:
-        x = gelu_tanh(x) if KIND == "gelu_tanh" else silu(x)
+    x = sigmoid(x) if KIND == "sigmoid" else gelu_tanh(x) if KIND == "gelu_tanh" else silu(x)
     by = tl.load(up + row * up_stride + at, mask=inside, other=0.0)
     tl.store(out + row * width + at, x * by, mask=inside)
 

@@ -34,7 +34,10 @@ def state_space(
     dim = (made.shape[1] - 2 * groups * state) // heads
     out = torch.empty((rows, heads * dim), dtype=torch.float32, device=made.device)
     if rows:
-        pieces, each = triton.cdiv(dim, _COLUMNS), torch.empty((rows, 2, heads), dtype=torch.float32, device=made.device)
+        pieces, each = (
+            triton.cdiv(dim, _COLUMNS),
+            torch.empty((rows, 2, heads), dtype=torch.float32, device=made.device),
+        )
         _steps_kernel[(rows,)](
             times, each, *weights[:2], times.stride(0), *limits,
             HEADS=heads, PADDED=triton.next_power_of_2(heads), num_warps=1, **OPTIONS,

@@ -32,7 +32,7 @@ _MOST_MOVED = 64
 
 
 class Need(NamedTuple):
-    """Bytes: of the weights as they are stored, of one text's float32 keys, values and states, of what a forward holds."""
+    """Bytes: of the stored weights, of one text's float32 keys, values and states, and of what a forward holds."""
 
     weights: int
     cache: int

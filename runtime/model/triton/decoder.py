@@ -156,7 +156,11 @@ class TritonDecoder(BaseDecoder):
         def body() -> Tensor:
             return draft_round(shape, inputs, forward, partial(self._logits_of, captured=True))
 
-        out = body() if waits(self.parts, shape.first.rows, self.architecture) else self._graphs.run(held.memory, shape, body)
+        out = (
+            body()
+            if waits(self.parts, shape.first.rows, self.architecture)
+            else self._graphs.run(held.memory, shape, body)
+        )
         # A graph's memory is good until the next run.
         return out[:, : len(chains.reserved)].t().clone()
 
@@ -283,7 +287,11 @@ class TritonDecoder(BaseDecoder):
             logits = self._logits_of(hidden, bucket.captured)
             return Computed(logits, hidden, next_tokens(logits, [ARGMAX] * len(logits)))
 
-        found = body() if waits(self.parts, bucket.rows, self.architecture) else self._graphs.run(cache.memory, bucket, body)
+        found = (
+            body()
+            if waits(self.parts, bucket.rows, self.architecture)
+            else self._graphs.run(cache.memory, bucket, body)
+        )
         if early is not None:
             return found
         if at is None:

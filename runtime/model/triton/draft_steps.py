@@ -15,8 +15,8 @@ from torch import Tensor
 from runtime.cache.slots import Reserved
 from runtime.model.triton.batch import ALIGNMENT, Bucket, Inputs, Shape, Words, bucket_for, fill, fill_up
 from runtime.model.triton.cache import GpuCache
-from runtime.model.triton.states import places_of
 from runtime.model.triton.sampling import Way, key_of, sample_alike, way_of
+from runtime.model.triton.states import places_of
 from runtime.sampling.params import Sampling
 
 # Hidden states of a forward's rows, or of some: (inputs, adjacent rows of one request, rows on the device).
@@ -108,7 +108,9 @@ def round_for(chains: Chains) -> Round:
     rows, requests = sum(r.count for r in reserved), len(reserved)
     keys = max(r.start + r.count + count - 1 for r, count in zip(reserved, steps, strict=True))
     later, states = bucket_for(requests, requests, keys, 0).rows, bool(chains.cache.format.state)
-    return Round(bucket_for(rows, requests, keys, 0, states), later, max(steps), chains.limit, way_of(chains.samplings[0]))
+    return Round(
+        bucket_for(rows, requests, keys, 0, states), later, max(steps), chains.limit, way_of(chains.samplings[0])
+    )
 
 
 def fill_round(shape: Round, out: Words, chains: Chains) -> None:

@@ -23,8 +23,8 @@ from runtime.kernels.triton.elementwise import embed, gated, rms_norm
 from runtime.kernels.triton.expert_rows import Picks
 from runtime.kernels.triton.linear import TritonJoined, TritonLinear, split_outputs
 from runtime.kernels.triton.quantize_inputs import Rounded, gated_quantize, norm_quantize
-from runtime.kernels.triton.row_states import Walk
 from runtime.kernels.triton.rotary import rotate_and_store
+from runtime.kernels.triton.row_states import Walk
 from runtime.kv_store import Store
 from runtime.model.experts import sum_of_experts
 from runtime.model.layers import Attention, Block, Linear, Mixture, Mlp, Norm, Parts

@@ -13,7 +13,6 @@ from runtime.cache import states
 from runtime.cache.contiguous import ContiguousCache, KeyValueCache
 from runtime.cache.states import States
 from runtime.contract import Rows
-from runtime.errors import UserError
 from runtime.model.base import BaseDecoder
 from runtime.model.native import NativeDecoder
 from runtime.sampling.params import Sampling

@@ -1,4 +1,4 @@
-"""Layers with a state: chains, trees and batches against plain torch row by row, and the same bits however they come."""
+"""Layers with a state: chains, trees and batches against plain torch row by row, and the same bits in all of them."""
 
 from collections.abc import Callable, Sequence
 
@@ -81,7 +81,7 @@ def holds(trees: Sequence[Sequence[int]], floats: int, x: Tensor, launch: Launch
     assert torch.equal(memory[:, -1], begins[:, -1])
     first = 0
     for number, parents in enumerate(trees[:2]):
-        alone, own, begin = walks([parents], floats, x.device)
+        alone, own, _ = walks([parents], floats, x.device)
         own[len(parents) :] = begins[rows + number]
         rest = torch.cat((x[first : first + len(parents)], x[:2]))
         assert torch.equal(launch(rest, alone)[: len(parents)], found[first : first + len(parents)])
@@ -150,7 +150,11 @@ def test_state_spaces(device: torch.device, sizes: tuple[int, int, int, int], li
     heads = groups * each
     channels = heads * dim + 2 * groups * state
     x = normal(rows_of(TREES), channels + heads + 1, seed=1).to(device)
-    weights = normal(heads, seed=4).to(device), -normal(heads, seed=5).abs().to(device), normal(heads, seed=6).to(device)
+    weights = (
+        normal(heads, seed=4).to(device),
+        -normal(heads, seed=5).abs().to(device),
+        normal(heads, seed=6).to(device),
+    )
 
     def parts(x: Tensor) -> tuple[Tensor, Tensor]:
         return x[:, :channels].contiguous(), x[:, channels:-1]
@@ -176,7 +180,9 @@ def test_gated_norms_have_the_references_bits(device: torch.device, groups: int,
     want = mamba.gated(x, gates, weight, 1e-5, first)
     assert torch.equal(gated_norm(x, gates, weight, 1e-5, first), want)
     one = weight[:1]
-    assert torch.equal(gated_norm(x, gates, one, 1e-5, first), mamba.gated(x, gates, one.expand_as(weight), 1e-5, first))
+    assert torch.equal(
+        gated_norm(x, gates, one, 1e-5, first), mamba.gated(x, gates, one.expand_as(weight), 1e-5, first)
+    )
     assert torch.equal(gated_norm(x[1:2], gates[1:2], weight, 1e-5, first), want[1:2])
 
 

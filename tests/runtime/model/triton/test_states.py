@@ -145,7 +145,7 @@ def test_rejected_drafts(made: Made, tmp_path: Path, device: str, kind: str, tem
 def test_a_forward_reads_nothing_but_its_block(
     made: Made, device: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a graph would replay: the launches of a shape's first forward and round, with the inputs of later ones, whose
+    """What a graph would replay: a shape's first forward and round, with the inputs of later ones, whose
     states lie elsewhere."""
     own = decoder(made(kind), device)
 
