@@ -1,5 +1,6 @@
 """Where each row's keys lie: the tiles of one forward, worked out once and used by every layer."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -210,10 +211,21 @@ def _states_wanted(of: Reserved, asked: set[int] | None) -> int:
 
 
 def learn_drafts(reserved: Sequence[Reserved], drafted: Tensor, steps: Sequence[int], cache: KeyValueCache) -> None:
-    """Tells states the tokens that `extend_states` did not know: drafted (requests, steps), without the last ones."""
+    """Tells states the tokens that `extend_states` did not know: drafted (requests, steps), without the last ones.
+
+    Does not wait for the device on which they may lie.
+    """
     for number, of in enumerate(reserved if cache.format.state else ()):
         if (states := cache.states(of.request)) is not None:
-            states.learn(drafted[number, : steps[number] - 1].tolist())
+            states.learn(of.start + of.count, drafted[number, : steps[number] - 1])
+
+
+def learn_rows(reserved: Sequence[Reserved], drafted: Tensor, places: Sequence[int], cache: KeyValueCache) -> None:
+    """Tells states the tokens drafted (n,) of the rows `places`, in order and adjacent in each request."""
+    for of in reserved if cache.format.state else ():
+        begin, end = (bisect_left(places, row) for row in (of.first, of.first + of.count))
+        if begin < end and (states := cache.states(of.request)) is not None:
+            states.learn(of.start + places[begin] - of.first, drafted[begin:end])
 
 
 def reserve_drafts(rows: Rows, cache: KeyValueCache, steps: Sequence[int], limit: int, vocab: int) -> list[Reserved]:

@@ -20,6 +20,8 @@ _FIRST, _LEAST = 8, 2
 _LARGE = 1 << 18
 # Those of the longest draft that can be asked for, and of the longest that is chosen where none was asked for.
 MOST, _CHOSEN = 65, 17
+# Drafts of a request whose tokens are left on a device before they are read.
+_MOST_UNREAD = 64
 
 
 def bytes_of_states(floats: int) -> int:
@@ -38,6 +40,8 @@ class States:
         self.tokens: list[int] = []  # in order of their slots
         self._oldest = 0  # the first slot whose state is still there
         self._end = 0  # behind the last slot that a forward took
+        # Tokens that are not among `tokens` yet: their first slot, and they, on any device.
+        self._unread: list[tuple[int, Tensor]] = []
 
     @property
     def pointers(self) -> tuple[int, int, int]:
@@ -57,12 +61,16 @@ class States:
         self._end = len(self.tokens)
         self._oldest = max(self._oldest, self._end - len(self.memory))
 
-    def learn(self, tokens: Sequence[int]) -> None:
-        """Which tokens the last slots hold."""
-        self.tokens[len(self.tokens) - len(tokens) :] = tokens
+    def learn(self, first: int, tokens: Tensor) -> None:
+        """Which tokens (n,) the slots from `first` on hold. They are read when they are needed, or are too many: only
+        then this waits for the device on which they lie."""
+        self._unread.append((first, tokens))
+        if len(self._unread) > _MOST_UNREAD:
+            self._read()
 
     def restart(self) -> None:
         """None is there any more: all are about to be computed again, of one token after the other."""
+        self._read()
         self._oldest = len(self.tokens)
         # A draft that was fed token by token: the next one may be longer. What goes further back was none.
         if (lost := self._end - self._oldest + 1) <= MOST:
@@ -75,9 +83,11 @@ class States:
     def truncate(self, length: int) -> None:
         """Forgets what follows the first `length` tokens."""
         del self.tokens[length:]
+        self._unread = [(first, part[: length - first]) for first, part in self._unread if first < length]
 
     def keep(self, length: int, path: Sequence[int]) -> None:
         """Moves the slots length + path[i] together behind the first `length`, and forgets the others."""
+        self._read()
         held, moves = len(self.memory), [pair for pair in enumerate(path) if pair[0] != pair[1]]
         if any(length + min(pair) < self._oldest for pair in moves):
             self._oldest = len(self.tokens)
@@ -91,11 +101,19 @@ class States:
         other.memory = _allocate(len(self.memory), self.memory.shape[1], self.memory.device)
         other.memory.copy_(self.memory)
         other.tokens, other._oldest, other._end = [*self.tokens], self._oldest, self._end
+        other._unread = [*self._unread]
         return other
 
     def place(self, slot: int) -> Tensor:
         """The state after a slot, to be read or written."""
         return self.memory[slot % len(self.memory)]
+
+    def _read(self) -> None:
+        found = torch.cat([part for _, part in self._unread]).tolist() if self._unread else []
+        for first, part in self._unread:
+            self.tokens[first : first + len(part)] = found[: len(part)]
+            del found[: len(part)]
+        self._unread = []
 
     def _grow(self, held: int) -> None:
         old = self.memory

@@ -4,7 +4,6 @@ layers of which library_choice.py knows a faster library; without Triton bitsand
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from pkgutil import resolve_name
 
 import torch
 from torch import Tensor
@@ -39,8 +38,6 @@ class Backend:
     decoder     "module:class" of the decoder over these layers (BaseDecoder); imported when a model is built.
     stack       "module:function" that makes the experts of a mixture into one; "": they stay as they are.
     stack_heads  likewise of the layers that latent attention's heads have (LatentHeads).
-    lacking     "module:function" from a record of an architecture to what of it the decoder has not, in words; "": it
-                has all.
     has_planes  int8 layers can be read by their upper planes alone.
     repacks     weights are copied into blocks of its own, so that 4-bit codes are wanted as files have them, and no
                 table of the file is kept.
@@ -51,7 +48,6 @@ class Backend:
     decoder: str
     stack: str = ""
     stack_heads: str = ""
-    lacking: str = ""
     has_planes: bool = True
     repacks: bool = False
 
@@ -63,7 +59,6 @@ class Kernel:
     threads     those of the native kernels; 0 for kernels that use torch's.
     table       which layers run on a library's product beside Triton's kernels.
     everywhere  its bits are the same on every machine, too, and those of every other that says so.
-    note        why these run where `auto` would have taken others; "": it took its first.
     """
 
     name: str
@@ -73,7 +68,6 @@ class Kernel:
     threads: int = 0
     table: tuple[Choice, ...] = ()
     everywhere: bool = False
-    note: str = ""
 
     @property
     def backend(self) -> Backend:
@@ -151,16 +145,6 @@ def choose(kernels: str, device: str, threads: int | None = None, table: Sequenc
         wanted = "a CPU" if kernels in native.PATHS else "CUDA"
         raise UserError(f"kernels={kernels!r} run on {wanted}, and the device is {device}")
     raise UserError(f"kernels={kernels!r} is unknown; use one of {', '.join(NAMES)}")
-
-
-def choose_for(architecture: object, kernels: str, device: str, threads: int | None = None) -> Kernel:
-    """`choose` for a model: "auto" takes plain torch where the first choice's decoder has not all that it needs.
-
-    The note of what is returned says so. Raises as `choose`.
-    """
-    first = choose(kernels, device, threads)
-    lacks = resolve_name(first.backend.lacking)(architecture) if kernels == "auto" and first.backend.lacking else ""
-    return replace(choose("plain-torch", device), note=f"{first.name} has no {lacks}") if lacks else first
 
 
 def linear(weight: Weight, bias: Tensor | None, kernel: Kernel) -> Linear:
@@ -257,7 +241,6 @@ BACKENDS = {
         "runtime.model.triton.decoder:TritonDecoder",
         stack="runtime.model.triton.experts:stacked",
         stack_heads="runtime.model.triton.latent:stacked",
-        lacking="runtime.model.triton.decoder:lacking",
     ),
     "reference": Backend(_reference_linear, _torch_join, "runtime.model.reference:LlamaDecoder"),
     "plain-torch": Backend(_plain_linear, _torch_join, "runtime.model.reference:PlainTorchDecoder"),

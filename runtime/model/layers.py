@@ -289,15 +289,12 @@ def _vectors(mixer: Attention | ShortConvolution | DeltaRule | StateSpace | None
 
 
 def described(decoder: Any) -> str:
-    """The decoder's kernels by name, why these where `auto` had to choose others, and how many of its layers run on
-    which library's products."""
+    """The decoder's kernels by name, and how many of its layers run on which library's products."""
     parts = getattr(decoder, "parts", None)
     if not isinstance(parts, Parts):
         return str(decoder.kernels)
     counts, total = _counts(parts), sum(1 for _ in linears(parts))
-    note = decoder.kernel.note
-    own = f"{decoder.kernels} ({note})" if note else decoder.kernels
-    return "; ".join([own, *(f"{name} in {count} of {total} layers" for name, count in counts.items())])
+    return "; ".join([decoder.kernels, *(f"{name} in {count} of {total} layers" for name, count in counts.items())])
 
 
 def require_used(kernel: Kernel, parts: Parts) -> None:

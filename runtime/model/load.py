@@ -21,7 +21,7 @@ from runtime.contract import Decoder
 from runtime.devices import explaining, resolve, use_threads
 from runtime.errors import UserError
 from runtime.files import read_json
-from runtime.kernels.dispatch import choose_for
+from runtime.kernels.dispatch import choose
 from runtime.model.build import build
 from runtime.model.onnx import graph
 from runtime.model.rotary import STATIC_TYPES, rope_types
@@ -140,7 +140,7 @@ def load(
         with explaining():
             adapted = adapt(checkpoint.path, config, where, FLOAT32 if isinstance(adapter, bool) else adapter)
         return Model(adapted, checkpoint.path, config)
-    kernel = choose_for(architecture, kernels, str(where), threads)
+    kernel = choose(kernels, str(where), threads)
     if where.type == "cuda":
         size = checkpoint.path.stat().st_size if checkpoint.path.is_file() else checkpoint.bytes_on_disk()
         require_room(checkpoint.path.name, needed(architecture, size), free_bytes(where))

@@ -53,7 +53,7 @@ def exp(v):
 @triton.jit
 def silu(v):
     """v · sigmoid(v)."""
-    return v * tl.div_rn(tl.full(v.shape, 1.0, tl.float32), 1.0 + exp(-v))
+    return v * sigmoid(v)
 
 
 @triton.jit
@@ -62,3 +62,21 @@ def gelu_tanh(v):
     inner = 0.7978845608028654 * (v + 0.044715 * (v * v * v))
     tanh = 1.0 - tl.div_rn(tl.full(v.shape, 2.0, tl.float32), exp(2.0 * inner) + 1.0)
     return 0.5 * v * (1.0 + tanh)
+
+
+@triton.jit
+def sigmoid(v):
+    """1 / (1 + e^−v)."""
+    return tl.div_rn(tl.full(v.shape, 1.0, tl.float32), 1.0 + exp(-v))
+
+
+@triton.jit
+def softplus(v):
+    """ln(1 + e^v), as kernels/delta.py has it."""
+    t = exp(0.0 - tl.abs(v))
+    s = tl.div_rn(t, 2.0 + t)
+    square = s * s
+    poly = tl.full(v.shape, 2.0 / 17.0, tl.float32)
+    for i in tl.static_range(1, 9):
+        poly = poly * square + 2.0 / (17 - 2 * i)
+    return tl.where(v > 0, v, 0.0) + poly * s

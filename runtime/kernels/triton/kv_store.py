@@ -54,7 +54,7 @@ def move(store: Store, kind: CacheKind, source: Tensor, target: Tensor) -> None:
     if count > 64:
         raise ValueError(f"at most 64 slots can be moved at once, found {count}")
     layers, blocks, heads, dim = store.keys.shape[:4]
-    if not count:
+    if not count or not layers:
         return
     keys = store.keys.view(torch.int32) if kind == "int4" else store.keys
     row = store.values.shape[-1]

@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.cache.slots import Reserved, paths
+from runtime.kernels.triton.row_states import Walk
 from runtime.kv_store import KEY_BLOCK
 from runtime.model.triton.cache import WIDEST, GpuCache
+from runtime.model.triton.states import fill_walk
 
 Words = NDArray[np.int32]
 Block = TypeVar("Block", Words, Tensor)
@@ -75,6 +77,7 @@ class Bucket(Shape):
     blocks    the most blocks of 64 keys that a row may see.
     tail      the most rows on a path of a tree (0: chains alone, whose slots are their positions).
     sharing   adjacent rows of one request, most of the time.
+    states    whether layers carry a state from row to row.
     """
 
     rows: int
@@ -82,6 +85,7 @@ class Bucket(Shape):
     blocks: int
     tail: int
     sharing: int = 1
+    states: bool = False
 
     @property
     def captured(self) -> bool:
@@ -92,10 +96,12 @@ class Bucket(Shape):
             **dict.fromkeys(("token", "position", "slot", "request", "start"), (self.rows,)),
             "tail": (self.rows, self.tail),
             "table": (self.requests, self.blocks),
+            "span": (self.requests if self.states else 0, 2),
+            "address": (self.rows if self.states else 0, 4),
         }
 
 
-def bucket_for(rows: int, requests: int, keys: int, depth: int) -> Bucket:
+def bucket_for(rows: int, requests: int, keys: int, depth: int, states: bool = False) -> Bucket:
     """The bucket of a forward: its rows and requests, the most keys that a row sees, the deepest path of a tree."""
     widest = WIDTHS[-1]
     wide = next(width for width in WIDTHS if width >= rows) if rows <= widest else -(-rows // widest) * widest
@@ -103,7 +109,7 @@ def bucket_for(rows: int, requests: int, keys: int, depth: int) -> Bucket:
     many = wide if wide <= widest else _power(requests + 1, 1)
     blocks = _power(-(-keys // KEY_BLOCK), LEAST_BLOCKS)
     sharing = min(_power(rows // requests, 1), MOST_SHARING)
-    return Bucket(wide, many, blocks, _power(depth, LEAST_TAIL) if depth else 0, sharing)
+    return Bucket(wide, many, blocks, _power(depth, LEAST_TAIL) if depth else 0, sharing, states)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +121,7 @@ class Inputs:
               for all rows of a request.
     tail      (T, W) the request's slots of the keys from `start` on; W = 0 where all rows are chains.
     table     (R, B) the memory's blocks of each request.
+    span      (R, 2), and address (T, 4): those of 64 bits that row_states.Walk has; none where no layer has a state.
     """
 
     token: Tensor
@@ -124,6 +131,13 @@ class Inputs:
     start: Tensor
     tail: Tensor
     table: Tensor
+    span: Tensor
+    address: Tensor
+
+    @property
+    def walk(self) -> Walk:
+        """How layers that carry a state go through the rows."""
+        return Walk(self.span, self.address.view(torch.int64))
 
 
 def fill(bucket: Bucket, out: Words, tokens: Words, reserved: Sequence[Reserved], cache: GpuCache) -> None:
@@ -135,6 +149,8 @@ def fill(bucket: Bucket, out: Words, tokens: Words, reserved: Sequence[Reserved]
     cache.tables([r.request for r in reserved], bucket.blocks, part.pop("table"))
     fill_up(part, bucket, cache)
     part["token"][: len(tokens)] = tokens
+    if bucket.states:
+        fill_walk(part["span"], part["address"].view(np.int64), reserved, cache)
     for number, r in enumerate(reserved):
         rows = slice(r.first, r.first + r.count)
         part["slot"][rows] = cache.slots(r.request, r.start, r.count)

@@ -15,6 +15,7 @@ from torch import Tensor
 from runtime.cache.contiguous import blocks_for
 from runtime.cache.paged import PagedCache
 from runtime.cache.quantizer import CacheFormat
+from runtime.cache.states import bytes_of_states
 from runtime.checkpoints.architecture import Architecture
 from runtime.errors import UserError
 from runtime.kv_store import KEY_BLOCK, Store
@@ -31,7 +32,7 @@ _MOST_MOVED, _MOVED_DIMS = 64, 256
 
 
 class Need(NamedTuple):
-    """Bytes: of the weights as they are stored, of one text's float32 keys and values, and of what a forward holds."""
+    """Bytes: of the stored weights, of one text's float32 keys, values and states, and of what a forward holds."""
 
     weights: int
     cache: int
@@ -47,8 +48,12 @@ def needed(a: Architecture, weights: int) -> Need:
     """
     groups = a.cache_shape.groups
     held = sum(layers * heads * (dim + (dim if a.latent is None else a.value_dim)) for layers, heads, dim in groups)
-    cache = min(a.max_positions, _TEXT) * held * _FLOAT
-    row = 4 * a.hidden + (2 * a.heads + 2 * a.kv_heads) * max(dim for _, _, dim in groups) + 3 * a.intermediate
+    cache = min(a.max_positions, _TEXT) * held * _FLOAT + bytes_of_states(sum(a.state_sizes))
+    row = (
+        4 * a.hidden
+        + (2 * a.heads + 2 * a.kv_heads) * max((dim for _, _, dim in groups), default=0)
+        + 3 * a.intermediate
+    )
     logits = 2 * WIDEST * a.vocab
     largest = a.hidden * max(a.vocab, 2 * a.intermediate)
     moved = 0 if a.experts is None else weights // a.layers
@@ -66,7 +71,7 @@ def require_room(name: str, need: Need, free: int) -> None:
     if sum(need) > free:
         raise UserError(
             f"{name} needs about {_shown(sum(need))} of the GPU ({_shown(need.weights)} of weights,"
-            f" {_shown(need.cache)} for one text's keys and values, {_shown(need.work)} to work with), and"
+            f" {_shown(need.cache)} for one text's cache, {_shown(need.work)} to work with), and"
             f" {_shown(free)} are free;"
             " compress it to a smaller scheme, free the GPU's memory, or load it with device='cpu'"
         )

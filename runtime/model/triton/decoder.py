@@ -13,10 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.cache.slots import Reserved, checked_cache, reserve, reserve_drafts
+from runtime.cache.contiguous import KeyValueCache
+from runtime.cache.slots import (
+    Reserved,
+    checked_cache,
+    extend_states,
+    learn_drafts,
+    learn_rows,
+    reserve,
+    reserve_drafts,
+)
 from runtime.checkpoints.architecture import Architecture
 from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows
-from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.reference import capped
 from runtime.kernels.triton.linear import TritonLinear
@@ -40,27 +48,13 @@ from runtime.sampling.params import Sampling
 _LEAST_TABLE = 32
 
 
-def lacking(architecture: Architecture) -> str:
-    """What a record may say and these kernels have not, in words; "" where they have all of it."""
-    a = architecture
-    have_not = {
-        "layers with a state": any(a.state_sizes),
-    }
-    return ", ".join(name for name, there in have_not.items() if there)
-
-
 class TritonDecoder(BaseDecoder):
     """A `Decoder` whose rows have the same bits at every width; on a CPU by Triton's interpreter."""
 
     def __init__(
         self, architecture: Architecture, config: Any, parts: Parts, kernel: Kernel, kv: CacheScheme = UNCALIBRATED
     ):
-        """Raises UserError for what the record says and the kernels have not."""
-        if lacks := lacking(architecture):
-            raise UserError(
-                f"config.json: {architecture.model_type} has {lacks}, which the kernels in Triton have not: leave the"
-                " choice of kernels to auto, which takes plain torch, or run it on the CPU"
-            )
+        """See BaseDecoder."""
         super().__init__(architecture, config, parts, kernel, kv)
         self._angles: dict[int, Turns] = {}
         self._logits: Tensor | None = None
@@ -91,9 +85,13 @@ class TritonDecoder(BaseDecoder):
         if len(rows) == 0:
             empty = torch.empty((0, self.vocab_size), device=self.device)
             return Out(empty, empty.new_empty((0, self.hidden_size)))
+        self._recall_states(rows, held)
         reserved, words = reserve(rows, held), tokens.numpy().astype("int32")
+        extend_states(reserved, tokens, held, logits_at)
         with self._here():
             found = self._compute(reserved, len(rows), held, words, drafted, places, logits_at)
+        if drafted is not None:
+            learn_rows(reserved, drafted, places, held)
         self._returned = found.logits, found.largest
         return Out(found.logits, found.hidden)
 
@@ -112,14 +110,18 @@ class TritonDecoder(BaseDecoder):
         held = self._checked(tokens, rows, cache, None)
         if samplings is not None and (len(samplings) != len(steps) or not all(way.plain for way in samplings)):
             raise ValueError(f"{len(steps)} requests need as many samplings, all of which must be plain")
+        self._recall_states(rows, held)
         reserved = reserve_drafts(rows, held, steps, limit, self.vocab_size)
         if not reserved:
             return torch.empty((0, 0), dtype=torch.int64, device=self.device)
+        extend_states(reserved, tokens, held, further=[count - 1 for count in steps])
         with self._here():
             words, ways = tokens.numpy().astype("int32"), samplings or [Sampling()] * len(reserved)
             chains = Chains(words, reserved, held, steps, ways, limit)
             alike = len({way_of(way) for way in ways}) == 1 and len(tokens) <= WIDEST
-            return self._drafted_at_once(chains) if alike else self._drafted(chains)
+            drafted = self._drafted_at_once(chains) if alike else self._drafted(chains)
+        learn_drafts(reserved, drafted, steps, held)
+        return drafted
 
     def _drafted_at_once(self, chains: Chains) -> Tensor:
         """All steps as one run, for requests that are sampled alike and do not feed too much to be captured."""
@@ -133,7 +135,11 @@ class TritonDecoder(BaseDecoder):
         def body() -> Tensor:
             return draft_round(shape, inputs, forward, partial(self._logits_of, captured=True))
 
-        out = body() if waits(self.parts, shape.first.rows) else self._graphs.run(held.memory, shape, body)
+        out = (
+            body()
+            if waits(self.parts, shape.first.rows, self.architecture)
+            else self._graphs.run(held.memory, shape, body)
+        )
         # A graph's memory is good until the next run.
         return out[:, : len(chains.reserved)].t().clone()
 
@@ -221,6 +227,13 @@ class TritonDecoder(BaseDecoder):
             raise TypeError(f"this decoder needs the cache of its new_cache(), not {type(cache).__name__}")
         return held
 
+    @torch.inference_mode()
+    def _run_again(self, tokens: Tensor, chain: Reserved, cache: KeyValueCache) -> None:
+        assert isinstance(cache, GpuCache)
+        words, last = tokens.numpy().astype("int32"), torch.tensor([chain.count - 1])
+        with self._here():
+            self._compute([chain], chain.count, cache, words, None, (), last)
+
     def _compute(
         self,
         reserved: Sequence[Reserved],
@@ -232,7 +245,8 @@ class TritonDecoder(BaseDecoder):
         at: Tensor | None,
     ) -> Computed:
         """One forward of `count` rows, of which `places` have the tokens `drafted` on the device; rows `at` of it."""
-        bucket = bucket_for(count, len(reserved), max(r.start + r.count for r in reserved), depth_of(reserved))
+        keys, states = max(r.start + r.count for r in reserved), bool(cache.format.state)
+        bucket = bucket_for(count, len(reserved), keys, depth_of(reserved), states)
         fill(bucket, self._staging.take(bucket.words), tokens, reserved, cache)
         block = self._graphs.block(bucket)
         self._staging.send(block)
@@ -252,7 +266,11 @@ class TritonDecoder(BaseDecoder):
             logits = self._logits_of(hidden, bucket.captured)
             return Computed(logits, hidden, next_tokens(logits, [ARGMAX] * len(logits)))
 
-        found = body() if waits(self.parts, bucket.rows) else self._graphs.run(cache.memory, bucket, body)
+        found = (
+            body()
+            if waits(self.parts, bucket.rows, self.architecture)
+            else self._graphs.run(cache.memory, bucket, body)
+        )
         if early is not None:
             return found
         if at is None:

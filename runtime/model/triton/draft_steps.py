@@ -16,6 +16,7 @@ from runtime.cache.slots import Reserved
 from runtime.model.triton.batch import ALIGNMENT, Bucket, Inputs, Shape, Words, bucket_for, fill, fill_up
 from runtime.model.triton.cache import GpuCache
 from runtime.model.triton.sampling import Way, key_of, sample_alike, way_of
+from runtime.model.triton.states import places_of
 from runtime.sampling.params import Sampling
 
 # Hidden states of a forward's rows, or of some: (inputs, adjacent rows of one request, rows on the device).
@@ -52,6 +53,9 @@ class Round(Shape):
             **dict.fromkeys(("position", "slot", "start"), (self.steps - 1, lane)),
             # Two of 64 bits: a row's seed and its token's position.
             "keys": (0 if self.way is None else self.steps, lane, 4),
+            # Of layers that carry a state: each row is a request's only one.
+            "span": (lane if self.first.states else 0, 2),
+            "address": (self.steps - 1 if self.first.states else 0, lane, 4),
         }
 
 
@@ -62,6 +66,7 @@ class Steps:
     first    the first step's inputs; last  (rows,) int32: each request's last row of it.
     request  (rows,) int32; position, slot, start  (steps − 1, lane) int32 of the later steps: as Inputs has them.
     keys     (steps, lane, 2) int64, which sampling.sample_alike takes; none where the round is greedy.
+    span     (lane, 2), and address (steps − 1, lane, 4), int32 of the later steps: as Inputs has them.
     """
 
     first: Inputs
@@ -71,12 +76,18 @@ class Steps:
     slot: Tensor
     start: Tensor
     keys: Tensor
+    span: Tensor
+    address: Tensor
 
     def later(self, step: int, token: Tensor) -> Inputs:
         """The inputs of step 1 or a later one, whose tokens are (rows,) int32."""
         rows, at = len(self.request), step - 1
         position, slot, start = (part[at, :rows] for part in (self.position, self.slot, self.start))
-        return Inputs(token, position, slot, self.request, start, self.request.new_empty((rows, 0)), self.first.table)
+        address = self.address[at, :rows] if len(self.address) else self.address
+        tail = self.request.new_empty((rows, 0))
+        return Inputs(
+            token, position, slot, self.request, start, tail, self.first.table, self.span[:rows], address
+        )  # fmt: skip
 
 
 class Chains(NamedTuple):
@@ -96,8 +107,10 @@ def round_for(chains: Chains) -> Round:
     reserved, steps = chains.reserved, chains.steps
     rows, requests = sum(r.count for r in reserved), len(reserved)
     keys = max(r.start + r.count + count - 1 for r, count in zip(reserved, steps, strict=True))
-    later = bucket_for(requests, requests, keys, 0).rows
-    return Round(bucket_for(rows, requests, keys, 0), later, max(steps), chains.limit, way_of(chains.samplings[0]))
+    later, states = bucket_for(requests, requests, keys, 0).rows, bool(chains.cache.format.state)
+    return Round(
+        bucket_for(rows, requests, keys, 0, states), later, max(steps), chains.limit, way_of(chains.samplings[0])
+    )
 
 
 def fill_round(shape: Round, out: Words, chains: Chains) -> None:
@@ -105,7 +118,9 @@ def fill_round(shape: Round, out: Words, chains: Chains) -> None:
     part, cache = shape.cut(out), chains.cache
     fill(shape.first, part.pop("first"), chains.tokens, chains.reserved, cache)
     fill_up(part, shape.first, cache)
-    keys = part["keys"].view(np.int64)
+    keys, addresses = part["keys"].view(np.int64), part["address"].view(np.int64)
+    if shape.first.states:
+        part["span"][: shape.rows] = [(row, 1) for row in range(shape.rows)]
     each = zip(chains.reserved, chains.steps, chains.samplings, strict=True)
     for i, (r, count, sampling) in enumerate(each):
         text = r.start + r.count  # tokens before the first that is drafted
@@ -113,6 +128,9 @@ def fill_round(shape: Round, out: Words, chains: Chains) -> None:
         part["position"][: count - 1, i] = np.arange(text, text + count - 1, dtype=np.int32)
         part["slot"][: count - 1, i] = cache.slots(r.request, text, count - 1)
         part["start"][: count - 1, i] = np.arange(text + 1, text + count, dtype=np.int32)
+        if (states := cache.states(r.request)) is not None:
+            taken = np.arange(text, text + count - 1)
+            addresses[: count - 1, i] = np.stack((places_of(taken - 1, states), places_of(taken, states)), axis=1)
         if len(keys):
             keys[:, i] = key_of(sampling, text)
             keys[:, i, 1] += np.arange(shape.steps)

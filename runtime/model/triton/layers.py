@@ -24,9 +24,12 @@ from runtime.kernels.triton.expert_rows import Picks
 from runtime.kernels.triton.linear import TritonJoined, TritonLinear, split_outputs
 from runtime.kernels.triton.quantize_inputs import Rounded, gated_quantize, norm_quantize
 from runtime.kernels.triton.rotary import rotate_and_store
+from runtime.kernels.triton.row_states import Walk
 from runtime.model.experts import sum_of_experts
 from runtime.model.layers import Attention, Block, Linear, Mixture, Mlp, MlpBeside, Norm, Parts
 from runtime.model.reference import Turns
+from runtime.model.state_layers import ShortConvolution
+from runtime.model.triton import states
 from runtime.model.triton.batch import Inputs
 from runtime.model.triton.cache import WIDEST
 from runtime.model.triton.experts import StackedExperts
@@ -61,7 +64,8 @@ def hidden_states(
     splits = splits_for(memory.keys)
     of_layer = [heads_of(a, number) for number in range(a.layers)]
     widths = {heads.values: heads for heads in of_layer}
-    at_once = max(_LEAST_ROWS, _ROOM // (a.heads * max(*widths, 1) * splits) // _LEAST_ROWS * _LEAST_ROWS)
+    # A model without attention has no heads.
+    at_once = max(_LEAST_ROWS, _ROOM // max(1, a.heads * max(widths) * splits) // _LEAST_ROWS * _LEAST_ROWS)
     tail = inputs.tail if inputs.tail.shape[1] else None
     places = Places(inputs.table, inputs.request, inputs.position, inputs.start, tail)
     prompt = tail is None and len(x) > WIDEST  # many rows, in chains
@@ -71,13 +75,14 @@ def hidden_states(
     growth = None if turns.growth is None else turns.growth[position].view(-1, 1, 1)
     still = x.new_empty((len(x), 0))  # a rotary table of no dimensions
 
-    def attention(x: Tensor, block: Block, number: int) -> Tensor:
-        """The residual stream behind a block's attention."""
+    def attention(read: Tensor, x: Tensor, block: Block, number: int) -> Tensor:
+        """The residual stream x behind a block's attention, which reads `read`."""
         weights = block.attention
-        assert isinstance(weights, Attention)  # TritonDecoder takes no other
+        assert isinstance(weights, Attention)
         store, layer, factor = memory.of(a.places[number][0])
         heads = replace(of_layer[number], window=weights.window, sinks=weights.sinks, factor=factor)
-        q, k, v = projected(_joined(weights.qkv, _normed(x, block.input_norm, weights.qkv, a)), weights, heads, a)
+        normed = _normed(read, block.input_norm, weights.qkv, a, a.attention_scales[0])
+        q, k, v = projected(_joined(weights.qkv, normed), weights, heads, a)
         angles, norms = (still, still), (weights.q_norm, weights.k_norm)
         if weights.rotary is not None:
             angles = turns.angles[weights.rotary]
@@ -105,12 +110,19 @@ def hidden_states(
                 attend(q[part], *keys, _some(places, part), splits, memory.sharing, mixed[part], room)
         if weights.latent is not None:
             mixed = by_head(weights.latent.values, weights.latent.values_stack, mixed)
-        return _branch(weights.out, mixed.view(len(x), -1), x, block.attention_norm, a)
+        mixed = mixed.view(len(x), -1)
+        if weights.gate is not None:
+            gates = weights.gate(_scaled(_norm(read, block.input_norm, a), a.attention_scales[0]))
+            mixed = gated(gates, mixed, "sigmoid")
+        return _branch(weights.out, mixed, x, block.attention_norm, a, a.attention_scales[1])
 
     for number, block in enumerate(parts.blocks):
         before = x
-        x = attention(x, block, number)
-        x = _feed_forward(before if a.parallel else x, x, block, a, inputs.position)
+        x = _behind_states(x, block, a, inputs.walk, a.places[number][1])
+        if isinstance(block.attention, Attention):
+            x = attention(before, x, block, number)
+        if block.mlp is not None:
+            x = _feed_forward(before if a.parallel else x, x, block, a, inputs.position)
         if block.own is not None and own is not None:
             gated_input = _activated(block.own.gate(x), [own[:, number]], block.own.out, a)
             x = _branch(block.own.out, gated_input, x, block.own.norm, a)
@@ -118,6 +130,25 @@ def hidden_states(
     if at is not None:
         x = x[at]
     return _norm(x, parts.norm, a)
+
+
+def _behind_states(x: Tensor, block: Block, a: Architecture, walk: Walk, place: int) -> Tensor:
+    """The residual stream x behind what carries a state in a block, if anything; place: its first float."""
+    mixer, mamba = block.attention, block.mamba
+    if mamba is not None:
+        assert a.mamba is not None
+        made = mamba.into(_scaled(_norm(x, block.input_norm, a), a.mamba.read))
+        made = states.space(made, mamba, a.mamba, a.norm_eps, walk, place)
+        return _branch(mamba.out, made, x, None, a, a.mamba.added)
+    if mixer is None or isinstance(mixer, Attention):
+        return x
+    parts = _joined(mixer.qkv, _normed(x, block.input_norm, mixer.qkv, a))
+    if isinstance(mixer, ShortConvolution):
+        made = states.short_convolution(parts, mixer, walk, place)
+    else:
+        assert a.delta is not None
+        made = states.delta_rule(parts, mixer, a.delta, a.norm_eps, walk, place)
+    return _branch(mixer.out, made, x, block.attention_norm, a, a.attention_scales[1])
 
 
 def _in_kernel(weights: Attention, a: Architecture) -> bool:
@@ -137,24 +168,31 @@ def _norm_heads(x: Tensor, weight: Tensor | None, dim: int, a: Architecture) -> 
     return rms_norm(heads.reshape(-1, dim), weight, a.norm_eps).view(x.shape)
 
 
-def _norm(x: Tensor, norm: Norm, a: Architecture) -> Tensor:
-    """x (T, hidden) through a norm."""
+def _norm(x: Tensor, norm: Norm | None, a: Architecture) -> Tensor:
+    """x (T, hidden) through a norm; as it is where there is none."""
+    if norm is None:
+        return x
     if a.norm == "layer":
         return layer_norm(x, norm.weight, norm.bias, a.norm_eps)
     return rms_norm(x, norm.weight, a.norm_eps)
 
 
-def _branch(layer: Linear, inputs: Rounded | Tensor, x: Tensor, after: Norm | None, a: Architecture) -> Tensor:
-    """The residual stream x behind a branch of a block that ends in `layer`."""
-    if after is None and a.residual_scale == 1.0:
+def _scaled(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else x * factor
+
+
+def _branch(
+    layer: Linear, inputs: Rounded | Tensor, x: Tensor, after: Norm | None, a: Architecture, own: float = 1.0
+) -> Tensor:
+    """The residual stream x behind a branch of a block that ends in `layer`; own: the branch's multiplier."""
+    if after is None and a.residual_scale * own == 1.0:
         return _added(layer, inputs, x)
-    return _sum(x, _added(layer, inputs, torch.zeros_like(x)), after, a)
+    return _sum(x, _added(layer, inputs, torch.zeros_like(x)), after, a, own)
 
 
-def _sum(x: Tensor, y: Tensor, after: Norm | None, a: Architecture) -> Tensor:
+def _sum(x: Tensor, y: Tensor, after: Norm | None, a: Architecture, own: float = 1.0) -> Tensor:
     """The residual stream x behind what a branch y adds."""
-    y = y if after is None else _norm(y, after, a)
-    return x + (y if a.residual_scale == 1.0 else y * a.residual_scale)
+    return x + _scaled(_norm(y, after, a), a.residual_scale * own)
 
 
 def _some(places: Places, rows: slice) -> Places:
@@ -170,12 +208,13 @@ def _feed_forward(read: Tensor, x: Tensor, block: Block, a: Architecture, positi
     if isinstance(mlp, Mixture) and mlp.beside is not None:
         return _sum(x, _beside(read, norm, mlp, mlp.beside, a, position), block.output_norm, a)
     if isinstance(mlp, Mixture):
-        normed = read if norm is None else _norm(read, norm, a)
-        if block.output_norm is None and a.residual_scale == 1.0:
+        normed, own = _norm(read, norm, a), a.mlp_scales[1]
+        if block.output_norm is None and a.residual_scale * own == 1.0:
             return _mix(x, normed, mlp, a, position)
-        return _sum(x, _mix(torch.zeros_like(x), normed, mlp, a, position), block.output_norm, a)
+        return _sum(x, _mix(torch.zeros_like(x), normed, mlp, a, position), block.output_norm, a, own)
     gate, *up = _joined(mlp.gate_up, _normed(read, norm, mlp.gate_up, a))
-    return _branch(mlp.down, _activated(gate, up, mlp.down, a, mlp.parameters), x, block.output_norm, a)
+    made = _activated(_scaled(gate, a.mlp_scales[0]), up, mlp.down, a, mlp.parameters)
+    return _branch(mlp.down, made, x, block.output_norm, a, a.mlp_scales[1])
 
 
 def _beside(
@@ -191,16 +230,18 @@ def _beside(
 def _mlp(x: Tensor, mlp: Mlp, a: Architecture) -> Tensor:
     """An MLP or expert of x (T, hidden)."""
     gate, *up = _joined(mlp.gate_up, x)
-    return _added(mlp.down, _activated(gate, up, mlp.down, a, mlp.parameters), torch.zeros_like(x))
+    made = _activated(_scaled(gate, a.mlp_scales[0]), up, mlp.down, a, mlp.parameters)
+    return _added(mlp.down, made, torch.zeros_like(x))
 
 
-def _normed(x: Tensor, norm: Norm | None, reader: Joined, a: Architecture) -> Rounded | Tensor:
-    """x behind a norm as the layers that read it take it: rounded in the same kernel where one rounding serves them."""
-    if norm is None:
-        return x
+def _normed(x: Tensor, norm: Norm | None, reader: Joined, a: Architecture, read: float = 1.0) -> Rounded | Tensor:
+    """x behind a norm as the layers that read it take it: rounded in the same kernel where one rounding serves them.
+
+    read  multiplies it.
+    """
     how = reader.how if isinstance(reader, TritonJoined) else None
-    if how is None or a.norm == "layer":
-        return _norm(x, norm, a)
+    if norm is None or how is None or a.norm == "layer" or read != 1.0:
+        return _scaled(_norm(x, norm, a), read)
     return norm_quantize(x, norm.weight, a.norm_eps, how)
 
 
@@ -230,16 +271,18 @@ def _activated(
     return gated(gate, up[0], kind)
 
 
-def waits(parts: Parts, rows: int) -> bool:
+def waits(parts: Parts, rows: int, a: Architecture) -> bool:
     """Whether the host must wait for the device within a forward of so many rows, which no graph can hold then."""
     mixtures = [block.mlp for block in parts.blocks if isinstance(block.mlp, Mixture)]
-    return any(_by_host(mixture, rows) for mixture in mixtures)
+    return any(_by_host(mixture, rows, a) for mixture in mixtures)
 
 
-def _by_host(weights: Mixture, rows: int) -> bool:
+def _by_host(weights: Mixture, rows: int, a: Architecture) -> bool:
     """Whether the host sends rows to their experts: those of a prompt, so that each expert multiplies all of its rows
-    in wide tiles; and any where the experts are not alike, or where shares multiply what they read."""
-    return rows > WIDEST or weights.stacked is None or weights.how.scaled_inputs
+    in wide tiles; and any where the experts are not alike, or do what their stack does not."""
+    stacked = a.activation in ("silu", "gelu_tanh") and a.gated and a.mlp_scales[0] == 1.0
+    stacked = stacked and not weights.how.scaled_inputs
+    return rows > WIDEST or weights.stacked is None or not stacked
 
 
 def _shares(weights: Mixture, scores: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -266,7 +309,7 @@ def _mix(
     if weights.shared is not None:
         whole = run(normed, weights.shared)
         x = x + (whole if weights.shared_gate is None else whole * sigmoid(weights.shared_gate(normed)))
-    if _by_host(weights, len(x)):
+    if _by_host(weights, len(x), a):
         return x + sum_of_experts(normed, shares, chosen, weights, run)
     assert isinstance(weights.stacked, StackedExperts)
     return weights.stacked.mixed(normed, shares, Picks(chosen), a.activation, x)

@@ -13,7 +13,6 @@ from runtime.cache import states
 from runtime.cache.contiguous import ContiguousCache, KeyValueCache
 from runtime.cache.states import States
 from runtime.contract import Rows
-from runtime.errors import UserError
 from runtime.model.base import BaseDecoder
 from runtime.model.native import NativeDecoder
 from runtime.sampling.params import Sampling
@@ -253,14 +252,6 @@ def test_a_cache_of_a_model_without_states_is_refused(path: Path) -> None:
     request = cache.open(10)
     with pytest.raises(ValueError, match="another model's"):
         feed(decoder, cache, request, text(3))
-
-
-def test_triton_refuses_it_in_one_sentence(path: Path) -> None:
-    triton = pytest.importorskip("runtime.model.triton.decoder")
-    decoder = load(path, threads=1).decoder
-    assert isinstance(decoder, BaseDecoder)
-    with pytest.raises(UserError, match="layers with a state, which the kernels in Triton have not"):
-        triton.TritonDecoder(decoder.architecture, None, decoder.parts, decoder.kernel)
 
 
 def test_put_back_for_want_of_pages(path: Path, tmp_path: Path) -> None:

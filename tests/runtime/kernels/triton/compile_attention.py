@@ -12,11 +12,12 @@ from compile_kernels import Absent, report
 from triton.runtime import driver, jit
 
 from runtime.contract import FLOATS, CacheKind
-from runtime.kernels.triton import argmax, elementwise
+from runtime.kernels.triton import argmax, convolution, delta, elementwise, state_space
 from runtime.kernels.triton.attention_decode import Heads, Places, attend
 from runtime.kernels.triton.attention_prefill import attend_many
 from runtime.kernels.triton.kv_store import move
 from runtime.kernels.triton.rotary import rotate_and_store
+from runtime.kernels.triton.row_states import Walk
 from runtime.kv_store import allocate
 
 # Kind, dimensions of keys and of values, heads, window, cap, sinks: one of each way through the kernels.
@@ -61,6 +62,20 @@ def attention(
     move(store, kind, ints, ints)
 
 
+def states(key: int, value: int, taps: int) -> None:
+    """Layers that carry a state, of two heads of these sizes."""
+    walk = Walk(torch.zeros(1, 2, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int64))
+    made, heads = torch.zeros(2, 2 * key + 2 * value), torch.zeros(2, 2)
+    vectors, table = torch.zeros(4, max(key, 2)), torch.zeros(taps, made.shape[1])
+    convolution.gated_convolution(made, made, made, table, table[0], walk, 0)
+    convolution.filtered(made, table, None, walk, 0)
+    weights = heads[0], heads[0], vectors[0, :key], vectors[0, :key]
+    delta.delta_rule(made, heads, heads, weights, 1, value, walk, 64)
+    state_space.state_space(made, heads, (heads[0],) * 3, (0.0, float("inf")), 1, key, walk, 64)
+    for first in (True, False):
+        elementwise.gated_norm(made, made, torch.zeros(2, key + value), 1e-6, first)
+
+
 def main(capability: int, everything: bool) -> None:
     """Compiles and prints."""
     driver.set_active(Absent(capability))
@@ -78,11 +93,14 @@ def main(capability: int, everything: bool) -> None:
     elementwise.rms_norm(x, x[0], 1e-5)
     elementwise.gated(x, x, "silu")
     elementwise.gated(x, x, "gelu_tanh")
+    elementwise.gated(x, x, "sigmoid")
     elementwise.embed(token, x)
     argmax.largest(x)
     argmax.route(x[:, :60], 6, True)
     for case in FEW + MORE if everything else FEW:
         attention(*case)
+    for sizes in ((128, 128, 4), (256, 64, 3), (20, 12, 2)) if everything else ((128, 128, 4),):
+        states(*sizes)
 
 
 if __name__ == "__main__":

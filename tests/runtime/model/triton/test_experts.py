@@ -86,7 +86,8 @@ def test_prompts_go_another_way_to_the_same_bits(tiny_packed: Packed, device: st
     made = decoder(tiny_packed(scheme, "qwen3_moe", **CHANGES), device)
     weights = mixture(made)
     x = torch.randn(WIDEST + 6, 64, generator=torch.Generator().manual_seed(2)).to(device)
-    assert layers.waits(made.parts, len(x)) and not layers.waits(made.parts, WIDEST)
+    a = made.architecture
+    assert layers.waits(made.parts, len(x), a) and not layers.waits(made.parts, WIDEST, a)
     whole = ours(made, weights, x)
     assert torch.equal(ours(made, replace(weights, stacked=None), x[:20]), whole[:20])
     assert torch.equal(ours(made, weights, x[:20]), whole[:20])

@@ -10,23 +10,15 @@ from torch import Tensor
 
 from runtime import load
 from runtime.contract import CacheKind, Decoder, Rows, integers
-from runtime.errors import UserError
-from runtime.kernels import dispatch
 from runtime.model.base import BaseDecoder
-from runtime.model.layers import Mixture, described
+from runtime.model.layers import Mixture
 from runtime.model.triton import latent, layers
 from runtime.model.triton.batch import Shape
 from runtime.model.triton.decoder import TritonDecoder
 from runtime.model.triton.graphs import Graphs
-from tests.runtime.model.families import FAMILIES, VOCABULARY, WINDOW, pack, write
+from tests.runtime.model.families import FAMILIES, WINDOW, pack, write
 from tests.runtime.model.triton.test_experts import NoReads
 from tests.slices import often
-
-# What Triton's decoder has not.
-REFUSED = {
-    **dict.fromkeys(("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text"), "layers with a state"),
-}
-
 
 # What attention has of its own: capped scores, sinks, latent vectors, keys of several shapes.
 ATTENTION = ("gemma2", "vaultgemma", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "gemma4_text")
@@ -47,7 +39,7 @@ def run(decoder: Decoder, tokens: Tensor, width: int) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("kind", often([kind for kind in FAMILIES if kind not in REFUSED], "cohere2", "gpt_oss"))
+@pytest.mark.parametrize("kind", often(list(FAMILIES), "cohere2", "gpt_oss"))
 def test_a_family(tmp_path: Path, device: str, kind: str) -> None:
     """1e-5 of the logits' norm, as for the first families."""
     path = write(kind, tmp_path / kind, **_FEW)
@@ -158,27 +150,3 @@ def test_nothing_is_read_within_a_forward(
     cache.truncate(request, 1)
     drafted = decoder.draft(tokens[1:], Rows.chains([(request, 1, 1)]), cache, [1], TOKENS)
     assert drafted[0, 0] == whole[1].argmax() and ran == [True] * 2
-
-
-@pytest.mark.parametrize(("kind", "lacking"), REFUSED.items())
-def test_what_the_kernels_have_not_is_refused(tmp_path: Path, device: str, kind: str, lacking: str) -> None:
-    path = write(kind, tmp_path / kind)
-    with pytest.raises(UserError, match=lacking):
-        load(path, device=device, kernels="triton")
-
-
-@pytest.mark.parametrize("kind", often(list(REFUSED), "lfm2", "gpt_oss"))
-def test_auto_takes_plain_torch_for_them_and_says_so(
-    tmp_path: Path, device: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where Triton is the first choice, as on a GPU."""
-    there = {one.name: one for one in dispatch.available(device)}
-    monkeypatch.setattr(dispatch, "available", lambda *_: [there["triton"], there["plain-torch"]])
-    assert load(write("cohere2", tmp_path / "cohere2"), device=device).decoder.kernels == "triton"
-    path = write(kind, tmp_path / kind)
-    decoder = load(path, device=device).decoder
-    assert decoder.kernels == "plain-torch" and f"triton has no {REFUSED[kind]}" in described(decoder)
-    tokens = torch.randint(1, VOCABULARY, (7,), generator=torch.manual_seed(1))
-    monkeypatch.undo()
-    want = run(load(path, kernels="reference").decoder, tokens, 7)
-    assert float((run(decoder, tokens, 4).cpu() - want).norm() / want.norm()) < 1e-5

@@ -81,8 +81,8 @@ def test_medusa(sampling: Sampling, verify: str, tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("kind", often(["gemma2", "gpt_oss", "deepseek_v2", "deepseek_v3", "lfm2", "lfm2_moe"], "lfm2"))
-def test_families_that_plain_torch_runs_there(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of which the kernels in Triton have not all (dispatch.choose_for), and attention that differs most."""
+def test_families(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention that differs most, and layers with a state."""
     path = write(kind, tmp_path / kind)
     wanted = texts("cpu", path, "lookup", "auto", Sampling(), "coupled", False)
     with pretended_gpu(monkeypatch):
