@@ -10,8 +10,8 @@ from compress.errors import UserError
 from runtime.checkpoints.architecture import Architecture, configuration, describe, in_towers, language_model
 from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.gguf.families import ACTIVATION
-from runtime.checkpoints.gguf.names import ARCHITECTURES
-from runtime.checkpoints.gguf.rope import HIGH, LOW, ORIGINAL, TRUNCATE, llama3_factors
+from runtime.checkpoints.gguf.names import ARCHITECTURES, NOT_COMPUTED
+from runtime.checkpoints.gguf.rope import RELEASES, TRUNCATE, llama3_factors
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -32,6 +32,11 @@ def architecture(checkpoint: Checkpoint) -> tuple[Architecture, Any]:
     found = describe(as_values(config))
     if found is not None and config is not whole:
         found = in_towers(found, checkpoint)
+    kind = str(checkpoint.config.get("model_type"))
+    if (instead := NOT_COMPUTED.get(kind)) is not None:
+        raise UserError(
+            f"{shown}: llama.cpp does not compute {kind} as transformers does ({instead}): export it to another form"
+        )
     if found is None or found.model_type not in ARCHITECTURES:
         raise UserError(
             f"{shown}: expected one of {', '.join(ARCHITECTURES)} for GGUF, found"
@@ -56,7 +61,7 @@ def context(a: Architecture) -> tuple[int, str | None]:
     )
 
 
-WINDOWS = ("gemma2", "gemma3", "gpt-oss", "olmo2", "exaone4", "cohere2")
+WINDOWS = ("gemma2", "gemma3", "gpt-oss", "olmo2", "exaone4", "exaone-moe", "cohere2", "llama4")
 
 
 def rope(shown: str, config: Keys, a: Architecture) -> tuple[dict[str, Any], "NDArray[np.float32] | None"]:
@@ -91,7 +96,7 @@ def rope(shown: str, config: Keys, a: Architecture) -> tuple[dict[str, Any], "ND
 
 def reads_back(parameters: dict[str, Any]) -> bool:
     """Whether Llama 3's factors are those of its releases, which alone are recognised when the file is read here."""
-    return parameters["rope_type"] != "llama3" or [parameters.get(k) for k in _LLAMA_3] == [LOW, HIGH, ORIGINAL]
+    return parameters["rope_type"] != "llama3" or tuple(parameters.get(k) for k in _LLAMA_3) in RELEASES
 
 
 def name(a: Architecture, tokens: Collection[str]) -> str:
@@ -193,9 +198,17 @@ def _experts(a: Architecture) -> Keys:
         out["expert_weights_norm"], out["expert_weights_scale"] = experts.renormalize, float(experts.scale)
     if experts.groups[0] > 1:
         out["expert_group_count"], out["expert_group_used_count"] = experts.groups[:2]
+    if a.model_type in ("llama4_text", "ernie4_5_moe"):
+        out["interleave_moe_layer_step"] = _step(a)
     if a.dense_layers:
         out["leading_dense_block_count"] = len(a.dense_layers)
     return out
+
+
+def _step(a: Architecture) -> int:
+    """Of so many layers of Llama 4 the last is a mixture; Ernie 4.5's follow each other."""
+    first = next((layer for layer in range(a.layers) if layer not in a.dense_layers), a.layers)
+    return first + 1 if a.model_type == "llama4_text" else 1
 
 
 def _layers(a: Architecture) -> Keys:

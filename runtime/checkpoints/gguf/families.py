@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.checkpoints.gguf.keys import Keys
+from runtime.checkpoints.gguf.reader import damaged
 from runtime.checkpoints.gguf.shared_keys import Config, biases, convolutions, deltas, experts, latent, sigmoids, window
 
 
@@ -213,6 +214,62 @@ def _dots1(keys: Keys, config: Config) -> Config:
     return sigmoids(keys, config) | {"num_key_value_heads": config["num_attention_heads"]}
 
 
+def _exaone_moe(keys: Keys, config: Config) -> Config:
+    found, layers = sigmoids(keys, config), config["num_hidden_layers"]
+    dense = found.pop("first_k_dense_replace")
+    return (
+        window(keys, config, 4)
+        | found
+        | {
+            "num_experts": found.pop("n_routed_experts"),
+            "num_shared_experts": found.pop("n_shared_experts"),
+            "mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in range(layers)],
+        }
+    )
+
+
+def _ernie_moe(keys: Keys, config: Config) -> Config:
+    found, hidden = experts(keys, "moe_num_experts"), keys.whole("expert_feed_forward_length")
+    shared = keys.get("expert_shared_feed_forward_length", 0) or 0
+    return found | {
+        "moe_k": found.pop("num_experts_per_tok"),
+        "moe_intermediate_size": hidden,
+        "moe_num_shared_experts": keys.whole("expert_shared_feed_forward_length") // hidden if shared else 0,
+        "moe_layer_start_index": int(keys.real("leading_dense_block_count", 0)),
+        "moe_layer_interval": keys.whole("interleave_moe_layer_step"),
+        "use_bias": False,
+    }
+
+
+def _hunyuan_moe(keys: Keys, config: Config) -> Config:
+    found = experts(keys)
+    return found | {"moe_topk": found.pop("num_experts_per_tok")} | biases(keys, attention_bias="attn_q")
+
+
+# What llama.cpp has of Llama 4 as constants: tokens of a chunk, layers of which the last does not rotate, and the
+# number of experts beside which queries and keys are not normed.
+_CHUNK, _EVERY_ROTATES, _UNNORMED = 8192, 4, 128
+
+
+def _llama4(keys: Keys, config: Config) -> Config:
+    if keys.get("attention.sliding_window") == 0:
+        raise damaged(
+            keys.shown, f"{keys.architecture}.attention.sliding_window is 0, and without chunks it is not run"
+        )
+    layers, step = config["num_hidden_layers"], keys.whole("interleave_moe_layer_step")
+    found = window(keys, config, _EVERY_ROTATES, _CHUNK)
+    kinds = ["chunked_attention" if kind == "sliding_attention" else kind for kind in found["layer_types"]]
+    count = experts(keys, "num_local_experts")
+    return count | {
+        "intermediate_size": keys.whole("expert_feed_forward_length"),
+        "intermediate_size_mlp": config["intermediate_size"],
+        "moe_layers": list(range(step - 1, layers, step)),
+        "no_rope_layers": [int((layer + 1) % _EVERY_ROTATES != 0) for layer in range(layers)],
+        "layer_types": kinds,
+        "use_qk_norm": count["num_local_experts"] != _UNNORMED,
+    }
+
+
 def _minimax(keys: Keys, config: Config) -> Config:
     # Feed forward of a layer is that of its experts.
     return experts(keys, "num_local_experts") | {"intermediate_size": keys.whole("expert_feed_forward_length")}
@@ -259,6 +316,14 @@ FAMILIES: dict[str, Family] = {
     "seed_oss": Family("seed_oss", _attention_bias),
     "ernie4_5": Family("ernie4_5", lambda keys, config: biases(keys, use_bias="attn_q")),
     "hunyuan-dense": Family("hunyuan_v1_dense", _attention_bias),
+    "hunyuan-moe": Family("hunyuan_v1_moe", _hunyuan_moe),
+    "ernie4_5-moe": Family("ernie4_5_moe", _ernie_moe),
+    "exaone-moe": Family("exaone_moe", _exaone_moe),
+    "llama4": Family(
+        "llama4_text",
+        _llama4,
+        {"attention_chunk_size": _CHUNK, "floor_scale": 8192, "attn_scale": 0.1, "attn_temperature_tuning": True},
+    ),
     "arcee": Family("arcee", None, {"hidden_act": "relu2"}),
     "cohere2": Family("cohere2", _cohere2, {}, "layer_norm_eps", False),
     "starcoder2": Family("starcoder2", None, _TANH | {"sliding_window": None}, "norm_epsilon", False),

@@ -32,7 +32,7 @@ class Form:
 
 _POST = {"ffn_norm": "post_attention_norm"}
 FORMS: dict[str, Form] = {
-    "llama": Form(("llama", "mistral", "ministral", "mixtral"), True, biases=_MLP, rope_factors=True),
+    "llama": Form(("llama", "mistral", "ministral", "mixtral", "cwm"), True, biases=_MLP, rope_factors=True),
     "qwen2": Form(("qwen2",)),
     "qwen3": Form(("qwen3",)),
     "qwen3moe": Form(("qwen3_moe",)),
@@ -58,9 +58,13 @@ FORMS: dict[str, Form] = {
     "dots1": Form(("dots1",), head="always"),
     "minimax-m2": Form(("minimax_m2",), head="always"),
     "exaone4": Form(("exaone4",), rope_factors=True),
+    "exaone-moe": Form(("exaone_moe",), rope_factors=True, head="always"),
+    "llama4": Form(("llama4_text",), True, rope_factors=True),
     "seed_oss": Form(("seed_oss",), renamed=_POST),
-    "ernie4_5": Form(("ernie4_5",), True, biases=frozenset({"attn_output"})),
+    "ernie4_5": Form(("ernie4_5",), True),
+    "ernie4_5-moe": Form(("ernie4_5_moe",), True),
     "hunyuan-dense": Form(("hunyuan_v1_dense",)),
+    "hunyuan-moe": Form(("hunyuan_v1_moe",)),
     "arcee": Form(("arcee",), True, rope_factors=True),
     "cohere2": Form(("cohere2",), True, head="never"),
     "starcoder2": Form(("starcoder2",), biases=_ALL, needed=_ALL - {"attn_qkv"}),
@@ -76,6 +80,12 @@ FORMS: dict[str, Form] = {
 
 ARCHITECTURES: dict[str, str] = {kind: name for name, form in FORMS.items() for kind in form.kinds}
 """transformers' model_type → general.architecture."""
+
+NOT_COMPUTED: dict[str, str] = {
+    "phimoe": "it norms by the root mean square, without means, and shares by one softmax over both experts",
+    "vaultgemma": "its gemma2 has norms of what attention and MLP add, which this family has not",
+}
+"""Families that are run here and not by llama.cpp as they are, by model_type: what it computes instead."""
 
 ROPE_FACTORS = "rope_freqs.weight"
 """What Llama 3 divides its rotary frequencies by, one factor each."""

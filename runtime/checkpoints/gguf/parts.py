@@ -138,7 +138,7 @@ def _attention(names: _Names, a: Architecture) -> Iterator[Part]:
         for part, name, heads in zip(("attn_q", "attn_k", "attn_v"), n.qkv, (a.heads, a.kv_heads, 0), strict=True):
             yield from names.layer(part, name, neighbours(heads * a.head_dim, heads) if swapped and heads else None)
     yield from names.layer("attn_output", n.out, turned=turned)
-    if a.query_key_norm:
+    if a.query_key_norm and a.query_key_weights:
         for part, name, heads in (("attn_q_norm", n.query_norm, a.heads), ("attn_k_norm", n.key_norm, a.kv_heads)):
             if a.query_key_span == "each head":
                 each = tuple(f"{names.here}{name.format(head)}.weight" for head in range(heads))

@@ -11,8 +11,10 @@ from runtime.checkpoints.gguf.reader import F32, damaged
 from runtime.errors import UserError
 
 _BASE = 10_000.0
-# Llama 3's scaling as all of its releases have it. A GGUF file has the factors that come of it, and not these.
+# Llama 3's scaling as its releases have it, and Llama 4's: low_freq_factor, high_freq_factor and the original context.
+# A GGUF file has the factors that come of it, and not these.
 LOW, HIGH, ORIGINAL = 1.0, 4.0, 8192
+RELEASES = ((LOW, HIGH, ORIGINAL), (1.0, 1.0, ORIGINAL))
 TRUNCATE = "rope.scaling.yarn_truncate"
 
 
@@ -79,7 +81,8 @@ def llama3_factors(
     mean of 1 and 1 / factor, weighted by where original / wavelength stands between low and high.
     """
     wavelength = 2 * np.pi * base ** (np.arange(0, rotated, 2, dtype=np.float64) / rotated)
-    share = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
+    # Where both are the same there is nothing between them.
+    share = np.clip((original / wavelength - low) / max(high - low, 1e-12), 0.0, 1.0)
     return (1.0 / ((1.0 - share) / factor + share)).astype(np.float32)
 
 
@@ -91,7 +94,9 @@ def _llama3(keys: Keys, base: float, rotated: int) -> dict[str, Any]:
         raise damaged(keys.shown, f"tensor {ROPE_FACTORS} must hold {rotated // 2} F32 factors, found {what}")
     found = np.fromfile(keys.header.path, "<f4", rotated // 2, offset=entry.start)
     factor = float(found[-1])
-    if not 1.0 <= factor < float("inf") or not np.allclose(found, llama3_factors(base, rotated, factor), 1e-4, 0.0):
+    known = RELEASES if 1.0 <= factor < float("inf") else ()
+    release = next((one for one in known if _close(found, llama3_factors(base, rotated, factor, *one))), None)
+    if release is None:
         raise UserError(
             f"{keys.shown}: the rotary factors of {ROPE_FACTORS} are not Llama 3's, and no others are run from a GGUF"
             " file; give the original model directory"
@@ -99,7 +104,11 @@ def _llama3(keys: Keys, base: float, rotated: int) -> dict[str, Any]:
     return {
         "rope_type": "llama3",
         "factor": factor,
-        "low_freq_factor": LOW,
-        "high_freq_factor": HIGH,
-        "original_max_position_embeddings": ORIGINAL,
+        "low_freq_factor": release[0],
+        "high_freq_factor": release[1],
+        "original_max_position_embeddings": release[2],
     }
+
+
+def _close(found: NDArray[np.float32], expected: NDArray[np.float32]) -> bool:
+    return bool(np.allclose(found, expected, 1e-4, 0.0))

@@ -11,6 +11,10 @@ from tests.runtime.model import families
 
 _DIVIDED: dict[str, Any] = {"hidden_size": 200, "head_dim": 40}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 16}
+_LLAMA_3 = {
+    **{"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8192},
+    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
 _TOGETHER = {"mscale": 1.3, "mscale_all_dim": 1.3}
 CHANGES: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 72},
@@ -27,11 +31,20 @@ CHANGES: dict[str, dict[str, Any]] = {
     "glm4": {},
     "ministral": {"layer_types": ["full_attention"] * 2},
     "ministral3": {},
+    "cwm": {"layer_types": ["full_attention"] * 2, "rope_parameters": _LLAMA_3},
     "seed_oss": {"attention_out_bias": False},
     "arcee": {},
     "exaone4": {**_DIVIDED, "sliding_window": None, "layer_types": ["full_attention"] * 2},
     "ernie4_5": {"use_bias": False},
+    "ernie4_5_moe": {"use_bias": False},
     "hunyuan_v1_dense": {},
+    "hunyuan_v1_moe": {},
+    "exaone_moe": {"mlp_layer_types": ["dense", "sparse"]},
+    "llama4_text": {
+        "rope_parameters": _LLAMA_3 | {"high_freq_factor": 1.0},
+        **{"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "moe_layers": [1, 3]},
+        **{"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
+    },
     "starcoder2": {"sliding_window": None},
     "stablelm": {},
     "phi": {},
@@ -61,7 +74,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 def write(kind: str, path: Path, **changes: Any) -> Path:
     """The family's tiny random model, its tokenizer splitting text like GPT-2's."""
     known = families.FAMILIES[kind]
-    families.FAMILIES[kind] = known | CHANGES[kind] | changes
+    families.FAMILIES[kind] = known | CHANGES.get(kind, {}) | changes
     try:
         families.write(kind, path)
     finally:

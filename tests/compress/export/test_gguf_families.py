@@ -104,6 +104,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "heads": ("olmoe", {"num_key_value_heads": 1}, "expected kv_heads 5"),
     "values": ("qwen3_next", {"linear_value_head_dim": 12}, "expected delta' value 20"),
     "queries": ("deepseek_v2", {"num_hidden_layers": 2}, "attention.q_lora_rank must be a positive integer"),
+    "a norm": ("phimoe", {}, "llama.cpp does not compute phimoe as transformers does"),
+    "chunks": ("llama4_text", {"attention_chunk_size": 20}, "expected windows (8192, 8192, 8192, None)"),
+    "mixtures": ("llama4_text", {"moe_layers": [1, 2]}, "expected dense_layers (0, 2)"),
+    "dense layers between": (
+        "ernie4_5_moe",
+        {"num_hidden_layers": 4, "moe_layer_interval": 2},
+        "expected dense_layers (0, 1)",
+    ),
     "groups": (
         "deepseek_v2",
         {"n_group": 3, "topk_group": 2, "topk_method": "group_limited_greedy"},
