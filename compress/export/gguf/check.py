@@ -10,12 +10,14 @@ import numpy as np
 import torch
 
 from compress.errors import UserError
+from compress.export.gguf.folding import folded
 from compress.export.gguf.metadata import WINDOWS, Keys
 from runtime.checkpoints.architecture import Architecture, describe
 from runtime.checkpoints.gguf.config import configure
-from runtime.checkpoints.gguf.names import ARCHITECTURES, FORMS
+from runtime.checkpoints.gguf.names import FORMS, architecture_of
 from runtime.checkpoints.gguf.reader import Header, TensorEntry
 from runtime.checkpoints.gguf.rope import TRUNCATE
+from runtime.checkpoints.gguf.state_spaces import LEAST_STEP
 from runtime.errors import UserError as RuntimeUserError
 from runtime.model.rotary import frequencies
 
@@ -23,6 +25,8 @@ from runtime.model.rotary import frequencies
 _NOT_COMPARED = ("model_type", "names", "max_positions", "tied", "windows", "activation", "fused", "rotary")
 # llama.cpp takes the groups whose best so many experts add up to most.
 _BEST = 2
+# The least step of Nemotron-H's releases, below which hardly any is, and which llama.cpp leaves out.
+_USUAL_STEP = 0.001
 
 
 def check(shown: str, a: Architecture, config: Any, found: Keys, tensors: dict[str, TensorEntry]) -> tuple[str, ...]:
@@ -30,7 +34,7 @@ def check(shown: str, a: Architecture, config: Any, found: Keys, tensors: dict[s
 
     config  as transformers reads it. Raises UserError naming what the architecture of llama.cpp's cannot express.
     """
-    kind = ARCHITECTURES[a.model_type]
+    kind, a = architecture_of(a), folded(a)
     metadata: dict[str, Any] = {f"{kind}.{key}": _as_read(value) for key, value in found.items()}
     try:
         values = configure(Header(Path(shown), metadata | {"general.architecture": kind}, tensors))
@@ -39,10 +43,12 @@ def check(shown: str, a: Architecture, config: Any, found: Keys, tensors: dict[s
         raise UserError(f"{error}: GGUF's {kind} cannot hold this model, so export it to another form") from error
     if again is None:
         raise UserError(f"{shown}: GGUF's {kind} cannot hold this variant: export it to another form")
+    unused = () if _has_mlp(a) else ("intermediate",)
     differing = [
         (field.name, getattr(a, field.name), getattr(again, field.name))
         for field in fields(Architecture)
-        if field.name not in _NOT_COMPARED and not _equal(getattr(a, field.name), getattr(again, field.name))
+        if field.name not in (*_NOT_COMPARED, *unused)
+        and not _equal(getattr(a, field.name), getattr(again, field.name))
     ]
     if kind in WINDOWS and a.windows != again.windows:
         differing.append(("windows", a.windows, again.windows))
@@ -52,6 +58,8 @@ def check(shown: str, a: Architecture, config: Any, found: Keys, tensors: dict[s
         differing.append(("activation", a.activation, again.activation))
     if FORMS[kind].head == "never" and not a.tied:
         differing.append(("tied embedding and head", False, True))
+    if a.mamba is not None and a.model_type == "nemotron_h" and a.mamba.limits[0] > _USUAL_STEP:
+        differing.append(("least step", a.mamba.limits[0], f"of at most {_USUAL_STEP}"))
     if a.experts is not None and a.experts.groups[0] > 1 and a.experts.groups[2] != _BEST:
         differing.append(("groups of experts by their best two", "groups of experts by their best one", ""))
     if differing:
@@ -64,10 +72,19 @@ def check(shown: str, a: Architecture, config: Any, found: Keys, tensors: dict[s
     return tuple(_notes(a, kind, found))
 
 
+def _has_mlp(a: Architecture) -> bool:
+    """Whether a layer has an MLP that is no mixture."""
+    return any(
+        layer not in a.without_mlp and (a.experts is None or layer in a.dense_layers) for layer in range(a.layers)
+    )
+
+
 def _notes(a: Architecture, kind: str, found: Keys) -> "list[str]":
     notes = []
     if a.activation == "gelu" and kind in ("gptneox", "falcon"):
         notes.append("llama.cpp computes this architecture's GELU by its tanh form: logits differ in the fourth digit")
+    if (least := found.get(LEAST_STEP)) is not None:
+        notes.append(f"llama.cpp has no least step of state spaces, which is {least:g} in this model")
     if found.get(TRUNCATE) is False:
         notes.append("llama.cpp rounds the bounds of yarn's ramp to whole dimensions, which this model does not")
     return notes

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from compress.errors import UserError
+from compress.export.gguf.state_spaces import state_space
 from runtime.checkpoints.architecture import Architecture, configuration, describe, in_towers, language_model
 from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.gguf.families import ACTIVATION
-from runtime.checkpoints.gguf.names import ARCHITECTURES, NOT_COMPUTED
+from runtime.checkpoints.gguf.names import ARCHITECTURES, NOT_COMPUTED, architecture_of
 from runtime.checkpoints.gguf.rope import RELEASES, TRUNCATE, llama3_factors
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def as_values(config: Any) -> Keys:
 def context(a: Architecture) -> tuple[int, str | None]:
     """Tokens of context, and a note where that is fewer than the model's: llama.cpp may have no windows here."""
     windows = [window for window in a.windows if window is not None and window < a.max_positions]
-    if not windows or ARCHITECTURES[a.model_type] in WINDOWS:
+    if not windows or architecture_of(a) in WINDOWS:
         return a.max_positions, None
     return min(windows), (
         f"the context is {min(windows)} tokens, the model's sliding window: llama.cpp has none for this architecture"
@@ -112,21 +113,33 @@ def name(a: Architecture, tokens: Collection[str]) -> str:
 
 def keys(a: Architecture, config: Keys, parameters: dict[str, Any]) -> Keys:
     """The architecture's keys; `parameters` come from `rope`."""
-    # Layers with a convolution are known by having no heads.
-    heads = [a.kv_heads if layer in a.attending or a.delta else 0 for layer in range(a.layers)]
     out: Keys = {
         "context_length": context(a)[0],
         "embedding_length": a.hidden,
         "block_count": a.layers,
-        "feed_forward_length": a.intermediate,
+        "feed_forward_length": _channels(a),
         "attention.head_count": a.heads,
-        "attention.head_count_kv": heads if 0 in heads else a.kv_heads,
-        "attention.key_length": a.head_dim,
-        "attention.value_length": a.value_dim,
         f"attention.layer_norm_{'rms_' if a.norm == 'rms' else ''}epsilon": float(a.norm_eps),
         "vocab_size": a.vocab,
     }
-    return out | _rope(a, config, parameters) | _numbers(a) | _windows(a) | _experts(a) | _layers(a)
+    if a.heads:
+        # Layers without attention are known by having no heads.
+        heads = [a.kv_heads if layer in a.attending or a.delta else 0 for layer in range(a.layers)]
+        out |= {
+            "attention.head_count_kv": heads if 0 in heads else a.kv_heads,
+            "attention.key_length": a.head_dim,
+            "attention.value_length": a.value_dim,
+        } | _rope(a, config, parameters)
+    return out | _numbers(a) | _windows(a) | _experts(a) | _layers(a) | (state_space(a, a.mamba) if a.mamba else {})
+
+
+def _channels(a: Architecture) -> int | list[int]:
+    """Of an MLP, or of an expert where no layer has an MLP of its own; of each layer where some have neither."""
+    own = a.experts is None or a.model_type not in ("granitemoehybrid", "nemotron_h")
+    size = a.intermediate if own or a.experts is None else a.experts.hidden
+    if len(a.without_mlp) == a.layers:
+        return 0
+    return [0 if layer in a.without_mlp else size for layer in range(a.layers)] if a.without_mlp else size
 
 
 def _rope(a: Architecture, config: Keys, parameters: dict[str, Any]) -> Keys:
@@ -171,7 +184,7 @@ def _numbers(a: Architecture) -> Keys:
 
 def _windows(a: Architecture) -> Keys:
     found = {window for window in a.windows if window is not None}
-    if ARCHITECTURES[a.model_type] not in WINDOWS or not found:
+    if architecture_of(a) not in WINDOWS or not found:
         return {}
     return {
         "attention.sliding_window": min(found),

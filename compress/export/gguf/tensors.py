@@ -76,7 +76,7 @@ class Tensors:
         one: Weight = self._stack[1][index]
         if part == "weight" and isinstance(one, Tensor) and experts.transposed:
             one = one.t()
-        if layer == "down_proj":
+        if layer == "down_proj" or not self.a.gated:
             return one.contiguous() if isinstance(one, Tensor) else one
         rows = torch.arange(one.shape[0])
         up = layer == "up_proj"

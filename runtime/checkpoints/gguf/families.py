@@ -5,9 +5,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from runtime.checkpoints.gguf import state_spaces
 from runtime.checkpoints.gguf.keys import Keys
 from runtime.checkpoints.gguf.reader import damaged
-from runtime.checkpoints.gguf.shared_keys import Config, biases, convolutions, deltas, experts, latent, sigmoids, window
+from runtime.checkpoints.gguf.shared_keys import (
+    Config,
+    biases,
+    convolutions,
+    deltas,
+    experts,
+    latent,
+    multipliers,
+    sigmoids,
+    window,
+)
 
 
 @dataclass(frozen=True)
@@ -15,7 +26,8 @@ class Family:
     """transformers' configuration of an architecture: what llama.cpp has no key for is `fixed`, the rest says `more`.
 
     eps    transformers' key of the norms' epsilon; `rms` norms by the root mean square have another key there.
-    mixed  layers without attention have no key heads.
+    mixed  layers without attention have no key heads, and those without an MLP no channels.
+    attends  it has attention.
     sized  config.json has the size of a head.
     """
 
@@ -26,6 +38,7 @@ class Family:
     rms: bool = True
     mixed: bool = False
     sized: bool = True
+    attends: bool = True
 
 
 def _llama(keys: Keys, config: Config) -> Config:
@@ -81,14 +94,7 @@ def _gpt_oss(keys: Keys, config: Config) -> Config:
 
 
 def _granite(keys: Keys, config: Config) -> Config:
-    # 0 is none of it.
-    attention = keys.real("attention.scale", 0.0) or config["head_dim"] ** -0.5
-    return {
-        "embedding_multiplier": keys.real("embedding_scale", 0.0) or 1.0,
-        "attention_multiplier": attention,
-        "residual_multiplier": keys.real("residual_scale", 0.0) or 1.0,
-        "logits_scaling": keys.number("logit_scale"),
-    } | biases(keys, attention_bias="attn_q", mlp_bias="ffn_up")
+    return multipliers(keys, config) | biases(keys, attention_bias="attn_q", mlp_bias="ffn_up")
 
 
 def _granitemoe(keys: Keys, config: Config) -> Config:
@@ -283,6 +289,11 @@ def _olmoe(keys: Keys, config: Config) -> Config:
 _TANH = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 # Of a mixture in every layer; whether llama.cpp divides the chosen experts' shares by their sum is no key either.
 _EVERY = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+_NEMOTRON_H = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "use_bias": False}
+_UNMULTIPLIED: Config = {
+    f"{name}_multiplier": 1.0
+    for name in ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
+} | {"mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5}
 _UNBIASED = {"conv_bias": False}
 FAMILIES: dict[str, Family] = {
     "llama": Family("llama", _llama),
@@ -297,6 +308,12 @@ FAMILIES: dict[str, Family] = {
     "gpt-oss": Family("gpt_oss", _gpt_oss, {"swiglu_limit": 7.0, "attention_bias": True}),
     "granite": Family("granite", _granite),
     "granitemoe": Family("granitemoe", _granitemoe),
+    "granitehybrid": Family("granitemoehybrid", state_spaces.granitehybrid, mixed=True),
+    "mamba2": Family("mamba2", state_spaces.mamba2, {"use_bias": False}, "layer_norm_epsilon", attends=False),
+    "falcon-h1": Family("falcon_h1", state_spaces.falcon_h1, {"mamba_norm_before_gate": False, **_UNMULTIPLIED}),
+    "nemotron_h": Family("nemotron_h", state_spaces.nemotron_h, _NEMOTRON_H, "layer_norm_epsilon", mixed=True),
+    "nemotron_h_moe": Family("nemotron_h", state_spaces.nemotron_h, _NEMOTRON_H, "layer_norm_epsilon", mixed=True),
+    "apertus": Family("apertus", _attention_bias, {"hidden_act": "xielu"}),
     "olmo2": Family("olmo2", _olmo2),
     "smollm3": Family("smollm3", _smollm3, {"use_sliding_window": False}),
     "glm4": Family("glm4", _attention_bias),

@@ -4,8 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from runtime.checkpoints.record import Architecture
+
 _MLP = frozenset({"attn_output", "ffn_gate", "ffn_up", "ffn_down"})
 _ALL = frozenset({"attn_qkv", "attn_output", "ffn_up", "ffn_down"})
+_STATE = frozenset({"ssm_conv1d"})
 _GPT_OSS = frozenset({"attn_output", "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"})
 
 
@@ -17,6 +20,9 @@ class Form:
     neighbours  it rotates dimensions 2i and 2i + 1 of a head together, not i and i + half.
     renamed     the names of parts that are not the usual ones.
     biases      layers that may have a bias there, besides those of queries, keys and values; `needed` must have one.
+    bare        norms whose weight is called as the norm is.
+    fused       gates and factors that a checkpoint has in one layer are one tensor.
+    folded      multipliers of what layers make and read are in their weights.
     head        whether it has a head's own tensor always, never, or where the embedding is not the head.
     """
 
@@ -26,6 +32,9 @@ class Form:
     biases: frozenset[str] = frozenset()
     needed: frozenset[str] = frozenset()
     tiled: bool = False
+    bare: frozenset[str] = frozenset()
+    fused: bool = False
+    folded: bool = False
     rope_factors: bool = False
     head: Literal["always", "never", "untied"] = "untied"
 
@@ -36,7 +45,7 @@ FORMS: dict[str, Form] = {
     "qwen2": Form(("qwen2",)),
     "qwen3": Form(("qwen3",)),
     "qwen3moe": Form(("qwen3_moe",)),
-    "phi3": Form(("phi3",)),
+    "phi3": Form(("phi3",), fused=True),
     "gemma": Form(("gemma",), head="never"),
     "gemma2": Form(("gemma2",), head="never"),
     "gemma3": Form(("gemma3_text",)),
@@ -44,9 +53,24 @@ FORMS: dict[str, Form] = {
     "gpt-oss": Form(("gpt_oss",), renamed=_POST, biases=_GPT_OSS, needed=_GPT_OSS, head="always"),
     "granite": Form(("granite",), True, biases=_MLP, rope_factors=True),
     "granitemoe": Form(("granitemoe",), True, biases=frozenset({"attn_output"}), rope_factors=True),
+    "granitehybrid": Form(
+        ("granitemoehybrid",), True, biases=_STATE | {"attn_output"}, needed=_STATE, rope_factors=True
+    ),
+    "mamba2": Form(("mamba2",), biases=_STATE, needed=_STATE),
+    "falcon-h1": Form(
+        ("falcon_h1",),
+        biases=_STATE | _MLP - {"attn_output"},
+        needed=_STATE,
+        bare=frozenset({"ffn_norm"}),
+        folded=True,
+        head="always",
+    ),
+    "nemotron_h": Form(("nemotron_h",), biases=_STATE | _MLP, needed=_STATE),
+    "nemotron_h_moe": Form((), biases=_STATE | {"attn_output"}, needed=_STATE),
+    "apertus": Form(("apertus",), biases=frozenset({"attn_output"}), rope_factors=True, head="always"),
     "olmo2": Form(("olmo2", "olmo3"), head="always"),
     "smollm3": Form(("smollm3",), True),
-    "glm4": Form(("glm4",), True),
+    "glm4": Form(("glm4",), True, fused=True),
     "mistral3": Form(("ministral3",), True, biases=_MLP, rope_factors=True),
     "deepseek2": Form(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), True),
     "lfm2": Form(("lfm2",), renamed={"output_norm": "token_embd_norm"}),
@@ -79,7 +103,17 @@ FORMS: dict[str, Form] = {
 """By general.architecture."""
 
 ARCHITECTURES: dict[str, str] = {kind: name for name, form in FORMS.items() for kind in form.kinds}
-"""transformers' model_type → general.architecture."""
+"""transformers' model_type → general.architecture; `architecture_of` knows more of a model."""
+
+
+def architecture_of(a: Architecture) -> str:
+    """What llama.cpp calls a model's architecture. Raises KeyError for a model_type that it does not compute."""
+    if a.model_type == "nemotron_h" and a.experts is not None:
+        return "nemotron_h_moe"
+    if a.model_type == "granitemoehybrid" and a.experts is None and len(a.attending) == a.layers:
+        return "granite"
+    return ARCHITECTURES[a.model_type]
+
 
 NOT_COMPUTED: dict[str, str] = {
     "phimoe": "it norms by the root mean square, without means, and shares by one softmax over both experts",

@@ -28,6 +28,15 @@ CHANGES: dict[str, dict[str, Any]] = {
         }
     },
     "granite": {},
+    "granitemoehybrid": {"mamba_proj_bias": False},
+    "mamba2": {"use_bias": False, "time_step_limit": [0.0, float("inf")]},
+    "falcon_h1": {"mamba_proj_bias": False, "projectors_bias": False, "attention_bias": False}
+    | {"mamba_norm_before_gate": False},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "linear_attention"],
+        **{"use_bias": False, "mlp_bias": False, "time_step_min": 1e-9},
+    },
+    "apertus": {},
     "glm4": {},
     "ministral": {"layer_types": ["full_attention"] * 2},
     "ministral3": {},
