@@ -23,6 +23,8 @@ from runtime.model.rotary import frequencies
 
 # Of the record: what a file says in its tensors, or in other words. `check` looks at windows and activations itself.
 _NOT_COMPARED = ("model_type", "names", "max_positions", "tied", "windows", "activation", "fused", "rotary")
+# Rotations whose factors a tensor has.
+_WITH_FACTORS = ("llama3", "proportional")
 # llama.cpp takes the groups whose best so many experts add up to most.
 _BEST = 2
 # The least step of Nemotron-H's releases, below which hardly any is, and which llama.cpp leaves out.
@@ -127,8 +129,8 @@ def _check_rotation(shown: str, kind: str, a: Architecture, again: Architecture,
     from transformers import AutoConfig
 
     parameters = getattr(config, "rope_parameters", None) or {}
-    factors = parameters.get("rope_type") == "llama3"
-    if factors and not FORMS[kind].rope_factors:
+    sets = [part for part in parameters.values() if isinstance(part, dict)] or [parameters]
+    if any(one.get("rope_type") == "llama3" for one in sets) and not FORMS[kind].rope_factors:
         raise UserError(
             f"{shown}: expected rotary frequencies without Llama 3's factors, which llama.cpp has no place for in"
             f" {kind}, found them: export it to another form"
@@ -136,12 +138,16 @@ def _check_rotation(shown: str, kind: str, a: Architecture, again: Architecture,
     plain = {key: value for key, value in values.items() if key not in ("model_type", "quantization_config")}
     rotated = a.head_dim
     theirs = AutoConfig.for_model(values["model_type"], **copy.deepcopy(plain))
-    for ours_kind, their_kind in set(zip(a.rotations, again.rotations, strict=True)):
+    sizes = [a.shape(layer).head_dim if a.latent is None else 0 for layer in range(a.layers)]
+    for ours_kind, their_kind, size in set(zip(a.rotations, again.rotations, sizes, strict=True)):
         if ours_kind is None or their_kind is None:
             continue
-        (one, factor), (other, their_factor) = frequencies(config, ours_kind), frequencies(theirs, their_kind)
+        size = size if a.head_shapes else 0
+        (one, factor), (other, their_factor) = (
+            frequencies(said, name, size) for said, name in ((config, ours_kind), (theirs, their_kind))
+        )
         rotated = 2 * len(one)
-        if factors:
+        if (parameters.get(ours_kind) or parameters).get("rope_type") in _WITH_FACTORS:
             # They come with a tensor, which llama.cpp reads whatever they are.
             one, factor = other, their_factor
         if one.shape != other.shape or not torch.allclose(one, other, 1e-4, 0.0) or abs(factor - their_factor) > 1e-4:

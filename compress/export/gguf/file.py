@@ -27,7 +27,7 @@ from compress.export.gguf.folding import Factor, factors, scaled
 from compress.export.gguf.tensors import Tensors, Weight
 from runtime.checkpoints.architecture import Architecture
 from runtime.checkpoints.gguf.checkpoint import take_columns
-from runtime.checkpoints.gguf.names import EMBEDDING, FORMS, ROPE_FACTORS, architecture_of
+from runtime.checkpoints.gguf.names import EMBEDDING, FORMS, LAYER_TABLE, ROPE_FACTORS, architecture_of
 from runtime.checkpoints.gguf.part import Part
 from runtime.checkpoints.gguf.parts import numbers, parts
 from runtime.checkpoints.gguf.reader import BF16, F16, F32, Q8_0, BlockType, TensorEntry
@@ -49,7 +49,7 @@ class Written:
     @property
     def linear(self) -> bool:
         """Whether it is the weight of linear layers, and of those that may be packed."""
-        return len(self.shape) > 1 and not self.part.vector and self.part.tensor != EMBEDDING
+        return len(self.shape) > 1 and not self.part.vector and self.part.tensor not in (EMBEDDING, LAYER_TABLE)
 
     @property
     def bytes(self) -> int:

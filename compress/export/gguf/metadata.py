@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from compress.errors import UserError
+from compress.export.gguf.gemma4 import gemma4
 from compress.export.gguf.state_spaces import state_space
 from runtime.checkpoints.architecture import Architecture, configuration, describe, in_towers, language_model
 from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.gguf.families import ACTIVATION
 from runtime.checkpoints.gguf.names import ARCHITECTURES, NOT_COMPUTED, architecture_of
-from runtime.checkpoints.gguf.rope import RELEASES, TRUNCATE, llama3_factors
+from runtime.checkpoints.gguf.rope import RELEASES, TRUNCATE, llama3_factors, proportional_factors
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -62,7 +63,7 @@ def context(a: Architecture) -> tuple[int, str | None]:
     )
 
 
-WINDOWS = ("gemma2", "gemma3", "gpt-oss", "olmo2", "exaone4", "exaone-moe", "cohere2", "llama4")
+WINDOWS = ("gemma2", "gemma3", "gpt-oss", "olmo2", "exaone4", "exaone-moe", "cohere2", "llama4", "gemma4")
 
 
 def rope(shown: str, config: Keys, a: Architecture) -> tuple[dict[str, Any], "NDArray[np.float32] | None"]:
@@ -81,11 +82,16 @@ def rope(shown: str, config: Keys, a: Architecture) -> tuple[dict[str, Any], "ND
     if kind == "dynamic" and said.get("alpha"):
         said |= {"rope_type": "default", "rope_theta": said["rope_theta"] * said["alpha"] ** (size / (size - 2))}
         return said, None
-    if kind in ("default", "linear"):
+    if kind in ("default", "linear") and a.model_type != "gemma4_text":
         return said, None
     if kind == "llama3":
         theta, factor, low, high = (float(said[key]) for key in ("rope_theta", "factor", *_LLAMA_3[:2]))
         return said, llama3_factors(theta, said["rotated"], factor, low, high, int(said[_LLAMA_3[2]]))
+    if a.model_type == "gemma4_text":
+        size = a.shape(a.layers - 1).head_dim
+        pairs = int((said.get("partial_rotary_factor") or 1.0) * size // 2) if kind == "proportional" else size // 2
+        said |= {"rope_type": "default", "rotated": size}
+        return said, proportional_factors(size, pairs, said.get("factor") or 1.0)
     if kind == "yarn":
         said["original_max_position_embeddings"] = said.get("original_max_position_embeddings") or a.max_positions
         return said, None
@@ -130,7 +136,15 @@ def keys(a: Architecture, config: Keys, parameters: dict[str, Any]) -> Keys:
             "attention.key_length": a.head_dim,
             "attention.value_length": a.value_dim,
         } | _rope(a, config, parameters)
-    return out | _numbers(a) | _windows(a) | _experts(a) | _layers(a) | (state_space(a, a.mamba) if a.mamba else {})
+    return (
+        out
+        | _numbers(a)
+        | _windows(a)
+        | _experts(a)
+        | _layers(a)
+        | (state_space(a, a.mamba) if a.mamba else {})
+        | gemma4(a, config)
+    )
 
 
 def _channels(a: Architecture) -> int | list[int]:

@@ -24,7 +24,7 @@ class Tensors:
     def __init__(self, checkpoint: Checkpoint, a: Architecture):
         self.checkpoint, self.a = checkpoint, a
         self.names = frozenset(checkpoint.names())
-        self._plain = {f"{a.names.embedding}.weight", f"{a.names.positions}.weight"}
+        self._plain = {f"{a.names.embedding}.weight", f"{a.names.positions}.weight", f"{a.names.layer_table}.weight"}
         self._stack: tuple[str, Any] = "", None
 
     def has(self, name: str) -> bool:

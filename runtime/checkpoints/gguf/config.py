@@ -68,11 +68,12 @@ def _attention(keys: Keys, family: Family, hidden: int, layers: int) -> dict[str
     if not latent and keys.whole("attention.value_length", size) != size:
         raise UserError(f"{keys.shown}: keys and values of different sizes are not run; give another model")
     key_heads, length = "attention.head_count_kv", "feed_forward_length"
+    of_layers = {"missing": keys.common, "different": keys.first}.get(family.mixed)
     return {
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.common(key_heads, layers) if family.mixed else keys.whole(key_heads, heads),
+        "num_key_value_heads": of_layers(key_heads, layers) if of_layers else keys.whole(key_heads, heads),
         "head_dim": size,
-        "intermediate_size": keys.common(length, layers) if family.mixed else keys.whole(length),
+        "intermediate_size": of_layers(length, layers) if of_layers else keys.whole(length),
         "max_position_embeddings": keys.whole("context_length"),
         "rope_parameters": rope_parameters(keys, size),
     }

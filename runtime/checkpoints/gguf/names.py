@@ -49,6 +49,7 @@ FORMS: dict[str, Form] = {
     "gemma": Form(("gemma",), head="never"),
     "gemma2": Form(("gemma2",), head="never"),
     "gemma3": Form(("gemma3_text",)),
+    "gemma4": Form(("gemma4_text",), rope_factors=True),
     "qwen2moe": Form(("qwen2_moe",), head="always"),
     "gpt-oss": Form(("gpt_oss",), renamed=_POST, biases=_GPT_OSS, needed=_GPT_OSS, head="always"),
     "granite": Form(("granite",), True, biases=_MLP, rope_factors=True),
@@ -125,3 +126,5 @@ ROPE_FACTORS = "rope_freqs.weight"
 """What Llama 3 divides its rotary frequencies by, one factor each."""
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+LAYER_TABLE = "per_layer_token_embd.weight"
+"""Gemma 4's inputs of layers."""

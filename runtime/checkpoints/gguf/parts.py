@@ -10,11 +10,11 @@ from typing import Literal
 
 import numpy as np
 
-from runtime.checkpoints.gguf.names import EMBEDDING, HEAD, Form
+from runtime.checkpoints.gguf.names import EMBEDDING, HEAD, LAYER_TABLE, Form
 from runtime.checkpoints.gguf.part import Names, Numbers, Order, Part
 from runtime.checkpoints.gguf.state_parts import convolution, delta, mamba
 from runtime.checkpoints.mixers import Latent
-from runtime.checkpoints.record import Architecture, Experts
+from runtime.checkpoints.record import Architecture, Beside, Experts
 
 
 def parts(a: Architecture, form: Form, held: Collection[str] = ()) -> Iterator[Part]:
@@ -24,6 +24,10 @@ def parts(a: Architecture, form: Form, held: Collection[str] = ()) -> Iterator[P
     yield Part(EMBEDDING, (f"{n.embedding}.weight",))
     if n.positions is not None:
         yield Part("position_embd.weight", (f"{n.positions}.weight",), vector=True)
+    if a.layer_input:
+        yield Part(LAYER_TABLE, (f"{n.layer_table}.weight",))
+        yield Part("per_layer_model_proj.weight", (f"{n.layer_projection}.weight",))
+        yield from names.norm(a, "per_layer_proj_norm", n.layer_norm)
     if not a.tied:
         yield from names.layer("output", n.head)
     elif form.head == "always":
@@ -59,20 +63,38 @@ def _block(names: Names, a: Architecture, number: int, held: Collection[str]) ->
         yield from names.norm(a, second, n.mlp_norm)
     yield from names.norm(a, "post_attention_norm", n.attention_norm)
     yield from names.norm(a, "post_ffw_norm", n.output_norm)
+    if a.layer_input:
+        yield from names.layer("inp_gate", n.layer_gate)
+        yield from names.layer("proj", n.layer_out)
+        yield from names.norm(a, "post_norm", n.layer_out_norm)
+    if n.block_scale is not None:
+        yield Part(f"{names.tensor('layer_output_scale')}.weight", (f"{names.here}{n.block_scale}",), vector=True)
     yield from _mixer(names, a, number)
     if number in a.without_mlp:
         return
     if a.experts is None or number in a.dense_layers:
         yield from _mlp(names, a)
     else:
+        if a.experts.beside is not None:
+            yield from _mlp(names, a)
+            yield from _beside(names, a, a.experts.beside)
         yield from _mixture(names, a, a.experts, held)
+
+
+def _beside(names: Names, a: Architecture, how: Beside) -> Iterator[Part]:
+    """What a mixture beside an MLP has for itself."""
+    yield Part(f"{names.tensor('ffn_gate_inp')}.scale", (f"{names.here}{how.router_scale}",), vector=True)
+    yield Part(f"{names.tensor('ffn_down_exps')}.scale", (f"{names.here}{how.expert_scale}",), vector=True)
+    yield from names.norm(a, "post_ffw_norm_1", how.mlp_output_norm)
+    yield from names.norm(a, "pre_ffw_norm_2", how.input_norm)
+    yield from names.norm(a, "post_ffw_norm_2", how.output_norm)
 
 
 def _mixer(names: Names, a: Architecture, number: int) -> Iterator[Part]:
     """What mixes a row with those before it."""
     kind = a.mixers[number] if a.mixers else "attention"
     if kind.startswith("attention"):
-        yield from _attention(names, a) if a.latent is None else _latent(names, a, a.latent)
+        yield from _attention(names, a, number) if a.latent is None else _latent(names, a, a.latent)
     if kind == "convolution":
         yield from convolution(names, a)
     if kind == "delta":
@@ -83,17 +105,21 @@ def _mixer(names: Names, a: Architecture, number: int) -> Iterator[Part]:
         yield from mamba(names, a.mamba)
 
 
-def _attention(names: Names, a: Architecture) -> Iterator[Part]:
+def _attention(names: Names, a: Architecture, number: int) -> Iterator[Part]:
     n, turned = a.names, _turned(a)
+    shares = a.source(number) != number
     swapped = names.form.neighbours and not a.rotary_neighbours
     if len(n.qkv) == 1:
         yield from names.layer("attn_qkv", n.qkv[0], ungrouped(a) if a.grouped_rows else None, turned)
     else:
-        for part, name, heads in zip(("attn_q", "attn_k", "attn_v"), n.qkv, (a.heads, a.kv_heads, 0), strict=True):
+        made = 1 if shares else 2 if number in a.keys_as_values else 3
+        layers = list(zip(("attn_q", "attn_k", "attn_v"), n.qkv, (a.heads, a.kv_heads, 0), strict=True))
+        for part, name, heads in layers[:made]:
             yield from names.layer(part, name, neighbours(heads * a.head_dim, heads) if swapped and heads else None)
     yield from names.layer("attn_output", n.out, turned=turned)
     if a.query_key_norm and a.query_key_weights:
-        for part, name, heads in (("attn_q_norm", n.query_norm, a.heads), ("attn_k_norm", n.key_norm, a.kv_heads)):
+        norms = (("attn_q_norm", n.query_norm, a.heads), ("attn_k_norm", n.key_norm, a.kv_heads))
+        for part, name, heads in norms[: 1 if shares else 2]:
             if a.query_key_span == "each head":
                 each = tuple(f"{names.here}{name.format(head)}.weight" for head in range(heads))
                 yield Part(f"{names.tensor(part)}.weight", each, stacked=True, vector=True)
@@ -141,7 +167,7 @@ def _layers(
 
 
 def _mixture(names: Names, a: Architecture, experts: Experts, held: Collection[str]) -> Iterator[Part]:
-    places = [(f"{names.here}{name}", router) for name in experts.names for router in experts.routers]
+    places = [(f"{names.here}{name}".removesuffix("."), router) for name in experts.names for router in experts.routers]
     base, router = next((place for place in places if f"{'.'.join(place)}.weight" in held), places[0])
     prefix = Names(names.form, names.there, f"{base}.")
     yield from prefix.layer("ffn_gate_inp", router, vector=True)

@@ -19,6 +19,7 @@ _TOGETHER = {"mscale": 1.3, "mscale_all_dim": 1.3}
 CHANGES: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 72},
     "gemma3_text": {"query_pre_attn_scalar": 40},
+    "gemma4_text": {"num_kv_shared_layers": 2},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "use_sliding_window": False},
     "olmo2": {},
     "olmo3": {
