@@ -52,7 +52,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "exaone_moe": {"mlp_layer_types": ["dense", "sparse"]},
     "llama4_text": {
         "rope_parameters": _LLAMA_3 | {"high_freq_factor": 1.0},
-        **{"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "moe_layers": [1, 3]},
+        **{"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "moe_layers": [1, 3], "interleave_moe_layer_step": 2},
         **{"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
     },
     "starcoder2": {"sliding_window": None},
@@ -81,6 +81,29 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+# Other forms of these families, which llama.cpp has under another name or without some of their parts.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "nemotron_h without experts": (
+        "nemotron_h",
+        {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "mlp_bias": True},
+    ),
+    "granitemoehybrid without experts": ("granitemoehybrid", {"num_local_experts": 0}),
+    "granitemoehybrid of attention alone": (
+        "granitemoehybrid",
+        {
+            **{"num_local_experts": 0, "layer_types": ["full_attention"] * 3, "position_embedding_type": "rope"},
+            **{"hidden_size": 200, "intermediate_size": 36},
+        },
+    ),
+    "falcon_h1 with one table": ("falcon_h1", {"tie_word_embeddings": True, "mamba_rms_norm": False}),
+    "gemma4_text without experts": (
+        "gemma4_text",
+        {"enable_moe_block": False, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+        | {"attention_k_eq_v": False},
+    ),
+}
+
+
 def write(kind: str, path: Path, **changes: Any) -> Path:
     """The family's tiny random model, its tokenizer splitting text like GPT-2's."""
     known = families.FAMILIES[kind]
@@ -100,6 +123,11 @@ EVEN: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 320},
     "gpt_neox": {"hidden_size": 320, "intermediate_size": 96},
     "falcon": {"hidden_size": 320, "ffn_hidden_size": 96, "new_decoder_architecture": True, "num_kv_heads": 5},
+    "granitemoehybrid": {"hidden_size": 64, "shared_intermediate_size": 96, "mamba_n_heads": 4, "mamba_d_head": 32},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+        **{"hidden_size": 64, "intermediate_size": 96, "mamba_head_dim": 32},
+    },
     "glm4": {"hidden_size": 64, "intermediate_size": 96},
     "smollm3": {"hidden_size": 64, "intermediate_size": 96},
     "deepseek_v3": {

@@ -54,6 +54,17 @@ def test_a_file_computes_what_its_model_does(kind: str, tmp_path: Path) -> None:
     assert float((found - wanted).norm() / wanted.norm()) < 1e-5
 
 
+@pytest.mark.parametrize("kind, changes", gguf_families.VARIANTS.values(), ids=gguf_families.VARIANTS)
+def test_a_file_of_another_form_computes_what_its_model_does(
+    kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    model = gguf_families.write(kind, tmp_path / kind, **changes)
+    file, result = exported(model, tmp_path / "out")
+    assert result.losses == ()
+    found, wanted = logits(file), logits(model)
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-5
+
+
 @pytest.mark.parametrize("kind", gguf_families.EVEN)
 def test_packed_layers_keep_their_codes(kind: str, tmp_path: Path) -> None:
     model = gguf_families.write(kind, tmp_path / kind, **gguf_families.EVEN[kind])
@@ -74,6 +85,20 @@ def test_packed_layers_keep_their_codes(kind: str, tmp_path: Path) -> None:
         assert plain.shape == exact.shape and float((plain - exact).norm() / exact.norm()) < 1e-2, prefix
     assert quantised > 4 and all(entry.error < 1e-2 for entry in result.losses)
     # Inputs are rounded block by block, not row by row; rows in a wrong order would give another model.
+    assert float((logits(file) - logits(packed)).norm() / logits(packed).norm()) < 0.2
+
+
+def test_multipliers_are_in_scales_of_the_same_codes(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "mamba_d_ssm": 192, "mamba_d_head": 32}
+    packed, _ = families.pack(gguf_families.write("falcon_h1", tmp_path / "f", **sizes), tmp_path / "form", "int8")
+    file, result = exported(packed, tmp_path / "out")
+    for name, factor in (("self_attn.q_proj", 0.8), ("self_attn.k_proj", 0.8 * 0.4), ("mamba.out_proj", 0.5)):
+        found, wanted = (opened.weight(f"model.layers.1.{name}") for opened in (open_gguf(file), open_checkpoint(packed)))
+        assert isinstance(found, PackedWeight) and isinstance(wanted, PackedWeight)
+        assert torch.equal(found.codes, wanted.codes.view_as(found.codes))
+        assert torch.allclose(found.scale, wanted.scale.float() * factor, 1e-3)
+    assert all(entry.error < 1e-2 for entry in result.losses)
+    # Inputs are rounded block by block, not row by row.
     assert float((logits(file) - logits(packed)).norm() / logits(packed).norm()) < 0.2
 
 
