@@ -17,7 +17,7 @@ from runtime.checkpoints.gguf.blocks import Groups, unpack
 from runtime.checkpoints.gguf.config import configure
 from runtime.checkpoints.gguf.names import FORMS, HEAD, ROPE_FACTORS
 from runtime.checkpoints.gguf.part import Order, Part
-from runtime.checkpoints.gguf.parts import numbers, parts
+from runtime.checkpoints.gguf.parts import alternatives, numbers, parts
 from runtime.checkpoints.gguf.reader import BF16, F16, Header, TensorEntry, damaged, read_header
 from runtime.checkpoints.safetensors import Entry, Shards
 from runtime.errors import UserError
@@ -61,6 +61,8 @@ class GgufTensors(Shards):
         first = places[0]
         stored = self.header.tensors[first.part.tensor]
         shape = stored.shape if first.index is None else stored.shape[1:]
+        if first.part.half is not None:
+            shape = (shape[0] // 2, shape[1])
         if len(places) > 1:
             whole = sum(len(place.part.rows) for place in places if place.part.rows is not None)
             return Entry(self.header.path, "F32", (whole, _matrix(stored, first.part)[-1]))
@@ -159,7 +161,8 @@ class GgufTensors(Shards):
             mapped = np.memmap(self.header.path, np.uint8, "r", offset=start, shape=(size,))
         except (OSError, ValueError) as error:
             raise UserError(f"{self.header.path.name}: tensor {stored.name} cannot be read: {error}") from error
-        return np.array(mapped).reshape(shape[0] if len(shape) == 1 else count, -1)
+        rows = np.array(mapped).reshape(shape[0] if len(shape) == 1 else count, -1)
+        return rows if place.part.half is None else rows.reshape(2, count // 2, -1)[place.part.half]
 
 
 def take_columns(weight: PackedWeight | Tensor, columns: Order) -> PackedWeight | Tensor:
@@ -201,19 +204,25 @@ def _places(header: Header, config: Mapping[str, Any]) -> dict[str, list[Place]]
         raise UserError(f"{header.path.name}: {error}") from error
     if a is None:
         raise UserError(f"{header.path.name}: this variant of {architecture} is not run; give another model")
-    known = {part.tensor: part for part in parts(a, FORMS[architecture])}
+    known: dict[str, list[Part]] = {}
+    for part in (*parts(a, FORMS[architecture]), *alternatives(a, FORMS[architecture])):
+        known.setdefault(part.tensor, []).append(part)
     places: dict[str, list[Place]] = {}
     for name, entry in header.tensors.items():
         if name == ROPE_FACTORS or _beyond(name, a.layers, header):
             continue
-        if (part := known.get(name)) is None:
+        if name not in known:
             raise UserError(
                 f"{header.path.name}: tensor {name} is of no {architecture} model that is run here; give the original"
                 " model directory"
             )
-        _check(header, entry, part)
-        for index, ours in enumerate(part.names):
-            places.setdefault(ours, []).append(Place(part, index if part.stacked else None))
+        for part in known[name]:
+            _check(header, entry, part)
+            for index, ours in enumerate(part.names):
+                if ours in places and part.rows is None:
+                    other = places[ours][0].part.tensor
+                    raise damaged(header.path.name, f"tensors {other} and {name} hold the same weights")
+                places.setdefault(ours, []).append(Place(part, index if part.stacked else None))
     if not a.tied and HEAD not in header.tensors:
         places[f"{a.names.head}.weight"] = places[f"{a.names.embedding}.weight"]
     return places
@@ -243,6 +252,8 @@ def _check(header: Header, entry: TensorEntry, part: Part) -> None:
         count = len(part.names)
         sizes = (2,) if part.vector else (3,)
         expected, sound = f"{count} matrices", len(entry.shape) in sizes and entry.shape[0] == count
+        if part.half is not None and sound:
+            expected, sound = f"{count} matrices of two halves", entry.shape[1] % 2 == 0
     elif part.heads > 1:
         rows = 0 if part.rows is None or len(entry.shape) != 3 else len(part.rows)
         expected, sound = f"matrices of {part.heads} heads", rows == _matrix(entry, part)[0] if rows else False

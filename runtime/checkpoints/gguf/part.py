@@ -27,6 +27,7 @@ class Part:
     shape     transformers' shape, where it is another.
     there     the shape there, where it is not what follows from transformers'.
     turned    "matrix": transformers' is (inputs, outputs). "heads": of each head the rows are columns there.
+    half      of a stack's elements: the first (0) or the second (1) half of their rows; None: all.
     vector    float32 always, as llama.cpp wants it.
     bias      it may be missing.
     """
@@ -42,6 +43,7 @@ class Part:
     there: tuple[int, ...] | None = None
     turned: Literal["matrix", "heads"] | None = None
     heads: int = 1
+    half: int | None = None
     vector: bool = False
     bias: bool = False
 

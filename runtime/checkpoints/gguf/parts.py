@@ -6,6 +6,7 @@ which is two tensors.
 """
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -35,6 +36,18 @@ def parts(a: Architecture, form: Form, held: Collection[str] = ()) -> Iterator[P
     yield from names.norm(a, "output_norm", n.norm)
     for number in range(a.layers):
         yield from _block(Names(form, f"blk.{number}.", f"{n.block.format(number)}."), a, number, held)
+
+
+def alternatives(a: Architecture, form: Form) -> Iterator[Part]:
+    """Tensors that other writers have in place of some of `parts`: gates and factors of experts in one stack."""
+    if a.experts is None or not a.gated:
+        return
+    for number in range(a.layers):
+        names = Names(form, f"blk.{number}.", f"{a.names.block.format(number)}.")
+        stacks = [part for part in _mixture(names, a, a.experts, ()) if part.stacked]
+        for half, there in enumerate(("ffn_gate_exps", "ffn_up_exps")):
+            part = next(one for one in stacks if one.tensor == f"{names.tensor(there)}.weight")
+            yield replace(part, tensor=f"{names.tensor('ffn_gate_up_exps')}.weight", half=half)
 
 
 # αₙ and αₚ of xIELU, β and ε (2411.13010): their names in the file and in a checkpoint, shapes, and usual values.

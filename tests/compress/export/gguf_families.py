@@ -52,7 +52,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "exaone_moe": {"mlp_layer_types": ["dense", "sparse"]},
     "llama4_text": {
         "rope_parameters": _LLAMA_3 | {"high_freq_factor": 1.0},
-        **{"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "moe_layers": [1, 3], "interleave_moe_layer_step": 2},
+        **{
+            "num_hidden_layers": 4,
+            "no_rope_layers": [1, 1, 1, 0],
+            "moe_layers": [1, 3],
+            "interleave_moe_layer_step": 2,
+        },
         **{"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
     },
     "starcoder2": {"sliding_window": None},

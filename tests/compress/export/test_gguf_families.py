@@ -93,7 +93,9 @@ def test_multipliers_are_in_scales_of_the_same_codes(tmp_path: Path) -> None:
     packed, _ = families.pack(gguf_families.write("falcon_h1", tmp_path / "f", **sizes), tmp_path / "form", "int8")
     file, result = exported(packed, tmp_path / "out")
     for name, factor in (("self_attn.q_proj", 0.8), ("self_attn.k_proj", 0.8 * 0.4), ("mamba.out_proj", 0.5)):
-        found, wanted = (opened.weight(f"model.layers.1.{name}") for opened in (open_gguf(file), open_checkpoint(packed)))
+        found, wanted = (
+            opened.weight(f"model.layers.1.{name}") for opened in (open_gguf(file), open_checkpoint(packed))
+        )
         assert isinstance(found, PackedWeight) and isinstance(wanted, PackedWeight)
         assert torch.equal(found.codes, wanted.codes.view_as(found.codes))
         assert torch.allclose(found.scale, wanted.scale.float() * factor, 1e-3)
