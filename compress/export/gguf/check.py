@@ -45,7 +45,7 @@ def check(shown: str, a: Architecture, config: Any, found: Keys, tensors: dict[s
         raise UserError(f"{error}: GGUF's {kind} cannot hold this model, so export it to another form") from error
     if again is None:
         raise UserError(f"{shown}: GGUF's {kind} cannot hold this variant: export it to another form")
-    unused = () if _has_mlp(a) else ("intermediate",)
+    unused = () if _has_mlp(a) and _has_mlp(again) else ("intermediate",)
     differing = [
         (field.name, getattr(a, field.name), getattr(again, field.name))
         for field in fields(Architecture)

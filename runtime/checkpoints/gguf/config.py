@@ -38,7 +38,10 @@ def configure(header: Header) -> dict[str, Any]:
     if (said := keys.whole("embedding_length")) != hidden:
         raise UserError(f"{keys.shown}: embedding_length is {said}, and {EMBEDDING} has rows of {hidden}")
     family = FAMILIES[keys.architecture]
-    kind = "attention.layer_norm_rms_epsilon" if family.rms else "attention.layer_norm_epsilon"
+    kind, plain = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+    # llama.cpp's own files of Nemotron-H have the other.
+    if not family.rms or (keys.get(kind) is None and keys.get(plain) is not None):
+        kind = plain
     config: dict[str, Any] = {
         "model_type": family.model_type,
         "hidden_size": hidden,

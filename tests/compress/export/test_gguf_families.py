@@ -139,6 +139,17 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"num_hidden_layers": 4, "moe_layer_interval": 2},
         "expected dense_layers (0, 1)",
     ),
+    "steps": ("mamba2", {"time_step_limit": [0.1, 1.5]}, "expected mamba' limits (0.0, inf)"),
+    "a least step": ("nemotron_h", {"time_step_min": 0.3}, "expected least step of at most 0.001"),
+    "biases of a state space": ("nemotron_h", {"use_bias": True}, "in_proj.bias: expected no such bias"),
+    "an order of norms": ("falcon_h1", {"mamba_norm_before_gate": True}, "expected mamba' norm gated"),
+    "an expansion": ("granitemoehybrid", {"mamba_expand": 4}, "ssm.inner_size must be twice embedding_length"),
+    "a dense layer among mixtures": (
+        "nemotron_h",
+        {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
+        "expected dense_layers (0, 2)",
+    ),
+    "shared keys": ("gemma4_text", {"num_kv_shared_layers": 3}, "must leave a layer that slides and one that does not"),
     "groups": (
         "deepseek_v2",
         {"n_group": 3, "topk_group": 2, "topk_method": "group_limited_greedy"},
@@ -168,7 +179,9 @@ def test_what_llama_cpp_computes_otherwise_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["gemma3_text", "gpt_oss", "deepseek_v3", "lfm2", "qwen3_5_moe_text", "falcon", "gpt2"]
+    "kind",
+    ["gemma3_text", "gpt_oss", "deepseek_v3", "lfm2", "qwen3_5_moe_text", "falcon", "gpt2"]
+    + ["gemma4_text", "nemotron_h", "granitemoehybrid", "apertus"],
 )
 def test_damaged_headers_are_read_or_refused_in_a_sentence(kind: str, tmp_path: Path) -> None:
     file, _ = exported(gguf_families.write(kind, tmp_path / kind), tmp_path / "out")
