@@ -180,8 +180,10 @@ def test_what_llama_cpp_computes_otherwise_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["gemma3_text", "gpt_oss", "deepseek_v3", "lfm2", "qwen3_5_moe_text", "falcon", "gpt2"]
-    + ["gemma4_text", "nemotron_h", "granitemoehybrid", "apertus"],
+    [
+        *("gemma3_text", "gpt_oss", "deepseek_v3", "lfm2", "qwen3_5_moe_text", "falcon", "gpt2"),
+        *("gemma4_text", "nemotron_h", "granitemoehybrid", "apertus"),
+    ],
 )
 def test_damaged_headers_are_read_or_refused_in_a_sentence(kind: str, tmp_path: Path) -> None:
     file, _ = exported(gguf_families.write(kind, tmp_path / kind), tmp_path / "out")
