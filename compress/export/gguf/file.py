@@ -5,6 +5,7 @@ K-quants are read and not written: the gguf package does not quantise to them, a
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,11 +23,13 @@ from compress.export.gguf import metadata
 from compress.export.gguf import tokenizer as tokenizers
 from compress.export.gguf.blocks import choose, loss, pack
 from compress.export.gguf.check import check
+from compress.export.gguf.folding import Factor, factors, scaled
 from compress.export.gguf.tensors import Tensors, Weight
 from runtime.checkpoints.architecture import Architecture
 from runtime.checkpoints.gguf.checkpoint import take_columns
-from runtime.checkpoints.gguf.names import ARCHITECTURES, EMBEDDING, FORMS, ROPE_FACTORS
-from runtime.checkpoints.gguf.parts import Part, parts
+from runtime.checkpoints.gguf.names import EMBEDDING, FORMS, LAYER_TABLE, ROPE_FACTORS, architecture_of
+from runtime.checkpoints.gguf.part import Part
+from runtime.checkpoints.gguf.parts import numbers, parts
 from runtime.checkpoints.gguf.reader import BF16, F16, F32, Q8_0, BlockType, TensorEntry
 from runtime.checkpoints.open import open_checkpoint
 from runtime.formats import dequantize
@@ -36,16 +39,17 @@ from runtime.model.tensor_reader import take_rows
 
 @dataclass(frozen=True)
 class Written:
-    """A tensor of the file: its part, type and shape."""
+    """A tensor of the file: its part, type and shape, and what it is multiplied by."""
 
     part: Part
     kind: BlockType
     shape: tuple[int, ...]
+    factor: Factor
 
     @property
     def linear(self) -> bool:
         """Whether it is the weight of linear layers, and of those that may be packed."""
-        return len(self.shape) > 1 and not self.part.vector and self.part.tensor != EMBEDDING
+        return len(self.shape) > 1 and not self.part.vector and self.part.tensor not in (EMBEDDING, LAYER_TABLE)
 
     @property
     def bytes(self) -> int:
@@ -75,22 +79,30 @@ def _tensors(tensors: Tensors, a: Architecture, kind: str) -> list[Part]:
     return out
 
 
-def _written(tensors: Tensors, part: Part, floats: BlockType | None) -> Written:
+def _numbers(tensors: Tensors, a: Architecture) -> Iterator[tuple[str, list[float]]]:
+    """The tensors that the file has as numbers in its metadata. Raises UserError where the checkpoint lacks one."""
+    for one in numbers(a):
+        usual = {} if one.default is None else {name: one.default for name in one.names if not tensors.has(name)}
+        read = (usual[name] if name in usual else tensors.checkpoint.tensor(name).item() for name in one.names)
+        yield one.key, [float(number) for number in read]
+
+
+def _written(tensors: Tensors, part: Part, floats: BlockType | None, multiplied: dict[str, Factor]) -> Written:
     """Type and shape of what a part becomes, by the first of its tensors."""
     found = tensors.read(part.names[0])
     weight = _arranged(part, found)
     if isinstance(weight, PackedWeight) and weight.scheme.kind != "mxfp4":
         check_kinds([NAME], {weight.scheme.kind})
-    shape = tuple(weight.shape)
+    shape = part.there or tuple(weight.shape)
     if part.heads > 1:
         shape = (part.heads, shape[0] // part.heads, shape[1])
     if isinstance(found, PackedWeight) and isinstance(weight, Tensor):
         kind = F32 if shape[-1] % Q8_0.weights else Q8_0
     else:
         kind = floats if floats is not None and isinstance(weight, Tensor) else choose(weight)
-    return Written(
-        part, F32 if len(shape) == 1 or part.vector else kind, (len(part.names), *shape) if part.stacked else shape
-    )
+    kind = F32 if len(shape) == 1 or part.vector else kind
+    own = part.tensor.split(".", 2)[-1] if part.tensor.startswith("blk.") else part.tensor
+    return Written(part, kind, (len(part.names), *shape) if part.stacked else shape, multiplied.get(own, 1.0))
 
 
 def _arranged(part: Part, weight: Weight) -> Weight:
@@ -133,18 +145,21 @@ def write(model: Path, out: Path, progress: Progress, *, floats: Floats = "keep"
     if checkpoint.path.is_file():
         raise UserError(f"{shown}: expected a model directory to export, found a GGUF file: name the artifact")
     a, config = metadata.architecture(checkpoint)
-    kind, values = ARCHITECTURES[a.model_type], metadata.as_values(config)
-    parameters, factors = metadata.rope(shown, values, a)
+    kind, values = architecture_of(a), metadata.as_values(config)
+    parameters, rotary = metadata.rope(shown, values, a)
     found = metadata.keys(a, values, parameters)
     vocabulary = tokenizers.read(checkpoint.path, a.vocab)
     tensors = Tensors(checkpoint, a)
-    written = [_written(tensors, part, _FLOATS.get(floats)) for part in _tensors(tensors, a, kind)]
+    multiplied = factors(a)
+    written = [_written(tensors, part, _FLOATS.get(floats), multiplied) for part in _tensors(tensors, a, kind)]
     entries = {one.part.tensor: TensorEntry(one.part.tensor, one.kind, one.shape, 0, one.bytes) for one in written}
     said = check(shown, a, config, found, entries)
     losses: list[Loss] = []
     file = out / FILE
     writer = GGUFWriter(file, kind)
     try:
+        for key, each in _numbers(tensors, a):
+            writer.add_array(key, each)
         metadata.add(writer, metadata.name(a, () if vocabulary is None else vocabulary.tokens), found)
         writer.add_file_type(_file_type(written))
         tokenizers.add(writer, checkpoint.path, vocabulary, checkpoint.config)
@@ -152,8 +167,8 @@ def write(model: Path, out: Path, progress: Progress, *, floats: Floats = "keep"
             # float32 so that the shape is taken as it is: the package would read uint8's as bytes.
             number = GGMLQuantizationType(one.kind.number)
             writer.add_tensor_info(one.part.tensor, one.shape, np.dtype(np.float32), one.bytes, raw_dtype=number)
-        if factors is not None:
-            writer.add_tensor_info(ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes)
+        if rotary is not None:
+            writer.add_tensor_info(ROPE_FACTORS, rotary.shape, rotary.dtype, rotary.nbytes)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -162,8 +177,8 @@ def write(model: Path, out: Path, progress: Progress, *, floats: Floats = "keep"
             rows = [_rows(tensors, one, name, losses) for name in one.part.names]
             writer.write_tensor_data(rows[0] if len(rows) == 1 else np.stack(rows))
         progress(f"export {NAME}", len(written), len(written))
-        if factors is not None:
-            writer.write_tensor_data(factors)
+        if rotary is not None:
+            writer.write_tensor_data(rotary)
     finally:
         writer.close()
     with file.open("r+b") as opened:
@@ -195,7 +210,7 @@ def refusal(kinds: frozenset[str]) -> str | None:
 
 def _rows(tensors: Tensors, one: Written, name: str, losses: list[Loss]) -> NDArray[Any]:
     """A tensor's bytes, (N, bytes of a row), rows in llama.cpp's order; what rounding cost is added to `losses`."""
-    weight, kind = _arranged(one.part, tensors.read(name)), one.kind
+    weight, kind = scaled(_arranged(one.part, tensors.read(name)), one.factor), one.kind
     vector = len(weight.shape) == 1
     if isinstance(weight, Tensor) and one.part.vector:
         weight = weight.float() + one.part.offset

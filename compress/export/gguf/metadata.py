@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from compress.errors import UserError
+from compress.export.gguf.gemma4 import gemma4
+from compress.export.gguf.state_spaces import state_space
 from runtime.checkpoints.architecture import Architecture, configuration, describe, in_towers, language_model
 from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.gguf.families import ACTIVATION
-from runtime.checkpoints.gguf.names import ARCHITECTURES
-from runtime.checkpoints.gguf.rope import HIGH, LOW, ORIGINAL, TRUNCATE, llama3_factors
+from runtime.checkpoints.gguf.names import ARCHITECTURES, NOT_COMPUTED, architecture_of
+from runtime.checkpoints.gguf.rope import RELEASES, TRUNCATE, llama3_factors, proportional_factors
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -32,6 +34,11 @@ def architecture(checkpoint: Checkpoint) -> tuple[Architecture, Any]:
     found = describe(as_values(config))
     if found is not None and config is not whole:
         found = in_towers(found, checkpoint)
+    kind = str(checkpoint.config.get("model_type"))
+    if (instead := NOT_COMPUTED.get(kind)) is not None:
+        raise UserError(
+            f"{shown}: llama.cpp does not compute {kind} as transformers does ({instead}): export it to another form"
+        )
     if found is None or found.model_type not in ARCHITECTURES:
         raise UserError(
             f"{shown}: expected one of {', '.join(ARCHITECTURES)} for GGUF, found"
@@ -49,14 +56,14 @@ def as_values(config: Any) -> Keys:
 def context(a: Architecture) -> tuple[int, str | None]:
     """Tokens of context, and a note where that is fewer than the model's: llama.cpp may have no windows here."""
     windows = [window for window in a.windows if window is not None and window < a.max_positions]
-    if not windows or ARCHITECTURES[a.model_type] in WINDOWS:
+    if not windows or architecture_of(a) in WINDOWS:
         return a.max_positions, None
     return min(windows), (
         f"the context is {min(windows)} tokens, the model's sliding window: llama.cpp has none for this architecture"
     )
 
 
-WINDOWS = ("gemma2", "gemma3", "gpt-oss", "olmo2", "exaone4", "cohere2")
+WINDOWS = ("gemma2", "gemma3", "gpt-oss", "olmo2", "exaone4", "exaone-moe", "cohere2", "llama4", "gemma4")
 
 
 def rope(shown: str, config: Keys, a: Architecture) -> tuple[dict[str, Any], "NDArray[np.float32] | None"]:
@@ -75,11 +82,16 @@ def rope(shown: str, config: Keys, a: Architecture) -> tuple[dict[str, Any], "ND
     if kind == "dynamic" and said.get("alpha"):
         said |= {"rope_type": "default", "rope_theta": said["rope_theta"] * said["alpha"] ** (size / (size - 2))}
         return said, None
-    if kind in ("default", "linear"):
+    if kind in ("default", "linear") and a.model_type != "gemma4_text":
         return said, None
     if kind == "llama3":
         theta, factor, low, high = (float(said[key]) for key in ("rope_theta", "factor", *_LLAMA_3[:2]))
         return said, llama3_factors(theta, said["rotated"], factor, low, high, int(said[_LLAMA_3[2]]))
+    if a.model_type == "gemma4_text":
+        size = a.shape(a.layers - 1).head_dim
+        pairs = int((said.get("partial_rotary_factor") or 1.0) * size // 2) if kind == "proportional" else size // 2
+        said |= {"rope_type": "default", "rotated": size}
+        return said, proportional_factors(size, pairs, said.get("factor") or 1.0)
     if kind == "yarn":
         said["original_max_position_embeddings"] = said.get("original_max_position_embeddings") or a.max_positions
         return said, None
@@ -91,7 +103,7 @@ def rope(shown: str, config: Keys, a: Architecture) -> tuple[dict[str, Any], "ND
 
 def reads_back(parameters: dict[str, Any]) -> bool:
     """Whether Llama 3's factors are those of its releases, which alone are recognised when the file is read here."""
-    return parameters["rope_type"] != "llama3" or [parameters.get(k) for k in _LLAMA_3] == [LOW, HIGH, ORIGINAL]
+    return parameters["rope_type"] != "llama3" or tuple(parameters.get(k) for k in _LLAMA_3) in RELEASES
 
 
 def name(a: Architecture, tokens: Collection[str]) -> str:
@@ -107,21 +119,41 @@ def name(a: Architecture, tokens: Collection[str]) -> str:
 
 def keys(a: Architecture, config: Keys, parameters: dict[str, Any]) -> Keys:
     """The architecture's keys; `parameters` come from `rope`."""
-    # Layers with a convolution are known by having no heads.
-    heads = [a.kv_heads if layer in a.attending or a.delta else 0 for layer in range(a.layers)]
     out: Keys = {
         "context_length": context(a)[0],
         "embedding_length": a.hidden,
         "block_count": a.layers,
-        "feed_forward_length": a.intermediate,
+        "feed_forward_length": _channels(a),
         "attention.head_count": a.heads,
-        "attention.head_count_kv": heads if 0 in heads else a.kv_heads,
-        "attention.key_length": a.head_dim,
-        "attention.value_length": a.value_dim,
         f"attention.layer_norm_{'rms_' if a.norm == 'rms' else ''}epsilon": float(a.norm_eps),
         "vocab_size": a.vocab,
     }
-    return out | _rope(a, config, parameters) | _numbers(a) | _windows(a) | _experts(a) | _layers(a)
+    if a.heads:
+        # Layers without attention are known by having no heads.
+        heads = [a.kv_heads if layer in a.attending or a.delta else 0 for layer in range(a.layers)]
+        out |= {
+            "attention.head_count_kv": heads if 0 in heads else a.kv_heads,
+            "attention.key_length": a.head_dim,
+            "attention.value_length": a.value_dim,
+        } | _rope(a, config, parameters)
+    return (
+        out
+        | _numbers(a)
+        | _windows(a)
+        | _experts(a)
+        | _layers(a)
+        | (state_space(a, a.mamba) if a.mamba else {})
+        | gemma4(a, config)
+    )
+
+
+def _channels(a: Architecture) -> int | list[int]:
+    """Of an MLP, or of an expert where no layer has an MLP of its own; of each layer where some have neither."""
+    own = a.experts is None or a.model_type not in ("granitemoehybrid", "nemotron_h")
+    size = a.intermediate if own or a.experts is None else a.experts.hidden
+    if len(a.without_mlp) == a.layers:
+        return 0
+    return [0 if layer in a.without_mlp else size for layer in range(a.layers)] if a.without_mlp else size
 
 
 def _rope(a: Architecture, config: Keys, parameters: dict[str, Any]) -> Keys:
@@ -166,7 +198,7 @@ def _numbers(a: Architecture) -> Keys:
 
 def _windows(a: Architecture) -> Keys:
     found = {window for window in a.windows if window is not None}
-    if ARCHITECTURES[a.model_type] not in WINDOWS or not found:
+    if architecture_of(a) not in WINDOWS or not found:
         return {}
     return {
         "attention.sliding_window": min(found),
@@ -193,9 +225,17 @@ def _experts(a: Architecture) -> Keys:
         out["expert_weights_norm"], out["expert_weights_scale"] = experts.renormalize, float(experts.scale)
     if experts.groups[0] > 1:
         out["expert_group_count"], out["expert_group_used_count"] = experts.groups[:2]
+    if a.model_type in ("llama4_text", "ernie4_5_moe"):
+        out["interleave_moe_layer_step"] = _step(a)
     if a.dense_layers:
         out["leading_dense_block_count"] = len(a.dense_layers)
     return out
+
+
+def _step(a: Architecture) -> int:
+    """Of so many layers of Llama 4 the last is a mixture; Ernie 4.5's follow each other."""
+    first = next((layer for layer in range(a.layers) if layer not in a.dense_layers), a.layers)
+    return first + 1 if a.model_type == "llama4_text" else 1
 
 
 def _layers(a: Architecture) -> Keys:

@@ -24,7 +24,7 @@ class Tensors:
     def __init__(self, checkpoint: Checkpoint, a: Architecture):
         self.checkpoint, self.a = checkpoint, a
         self.names = frozenset(checkpoint.names())
-        self._plain = {f"{a.names.embedding}.weight", f"{a.names.positions}.weight"}
+        self._plain = {f"{a.names.embedding}.weight", f"{a.names.positions}.weight", f"{a.names.layer_table}.weight"}
         self._stack: tuple[str, Any] = "", None
 
     def has(self, name: str) -> bool:
@@ -76,7 +76,7 @@ class Tensors:
         one: Weight = self._stack[1][index]
         if part == "weight" and isinstance(one, Tensor) and experts.transposed:
             one = one.t()
-        if layer == "down_proj":
+        if layer == "down_proj" or not self.a.gated:
             return one.contiguous() if isinstance(one, Tensor) else one
         rows = torch.arange(one.shape[0])
         up = layer == "up_proj"

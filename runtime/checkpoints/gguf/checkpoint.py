@@ -1,7 +1,7 @@
 """A GGUF file as a checkpoint: tensors under transformers' names, blocks as the formats that our kernels run."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.gguf.blocks import Groups, unpack
 from runtime.checkpoints.gguf.config import configure
 from runtime.checkpoints.gguf.names import FORMS, HEAD, ROPE_FACTORS
-from runtime.checkpoints.gguf.parts import Order, Part, parts
+from runtime.checkpoints.gguf.part import Order, Part
+from runtime.checkpoints.gguf.parts import alternatives, numbers, parts
 from runtime.checkpoints.gguf.reader import BF16, F16, Header, TensorEntry, damaged, read_header
 from runtime.checkpoints.safetensors import Entry, Shards
 from runtime.errors import UserError
@@ -50,13 +51,18 @@ class GgufTensors(Shards):
         """Raises UserError for tensors that the architecture does not have."""
         self.header, self.directory, self.files = header, header.path.parent, (header.path,)
         self._places = _places(header, config)
-        self._entries = {name: self._entry(places) for name, places in sorted(self._places.items())}
+        self._numbers = dict(_numbers(header, config))
+        entries = {name: self._entry(places) for name, places in self._places.items()}
+        entries |= {name: Entry(header.path, "F32", tuple(one.shape)) for name, one in self._numbers.items()}
+        self._entries = dict(sorted(entries.items()))
 
     def _entry(self, places: list[Place]) -> Entry:
         """File, dtype ("F32" for quantised tensors, and those of several) and shape."""
         first = places[0]
         stored = self.header.tensors[first.part.tensor]
         shape = stored.shape if first.index is None else stored.shape[1:]
+        if first.part.half is not None:
+            shape = (shape[0] // 2, shape[1])
         if len(places) > 1:
             whole = sum(len(place.part.rows) for place in places if place.part.rows is not None)
             return Entry(self.header.path, "F32", (whole, _matrix(stored, first.part)[-1]))
@@ -84,6 +90,8 @@ class GgufTensors(Shards):
         Raises UserError naming the tensor for one that is missing, cannot be read, or has scales that are not finite.
         """
         shape = self.entry(name).shape
+        if name in self._numbers:
+            return self._numbers[name]
         places = self._places[name]
         if len(places) == 1:
             return self._one(places[0], shape)
@@ -122,7 +130,11 @@ class GgufTensors(Shards):
         """The rows of several tensors of one type."""
         stored = self.header.tensors[places[0].part.tensor]
         rows = np.concatenate([self._bytes(self.header.tensors[place.part.tensor], place) for place in places])
-        rows = rows[np.argsort(np.concatenate([place.part.rows for place in places if place.part.rows is not None]))]
+        order = np.concatenate([place.part.rows for place in places if place.part.rows is not None])
+        if len(rows) != len(order):
+            what = f"tensor {stored.name} and those beside it have {len(rows)} rows, expected {len(order)}"
+            raise damaged(self.header.path.name, what)
+        rows = rows[np.argsort(order)]
         if stored.kind.plain:
             return _plain(stored, rows).reshape(shape)
         return to_packed(self.header.path.name, stored, unpack(stored.kind, rows))
@@ -149,7 +161,8 @@ class GgufTensors(Shards):
             mapped = np.memmap(self.header.path, np.uint8, "r", offset=start, shape=(size,))
         except (OSError, ValueError) as error:
             raise UserError(f"{self.header.path.name}: tensor {stored.name} cannot be read: {error}") from error
-        return np.array(mapped).reshape(shape[0] if len(shape) == 1 else count, -1)
+        rows = np.array(mapped).reshape(shape[0] if len(shape) == 1 else count, -1)
+        return rows if place.part.half is None else rows.reshape(2, count // 2, -1)[place.part.half]
 
 
 def take_columns(weight: PackedWeight | Tensor, columns: Order) -> PackedWeight | Tensor:
@@ -191,22 +204,39 @@ def _places(header: Header, config: Mapping[str, Any]) -> dict[str, list[Place]]
         raise UserError(f"{header.path.name}: {error}") from error
     if a is None:
         raise UserError(f"{header.path.name}: this variant of {architecture} is not run; give another model")
-    known = {part.tensor: part for part in parts(a, FORMS[architecture])}
+    known: dict[str, list[Part]] = {}
+    for part in (*parts(a, FORMS[architecture]), *alternatives(a, FORMS[architecture])):
+        known.setdefault(part.tensor, []).append(part)
     places: dict[str, list[Place]] = {}
     for name, entry in header.tensors.items():
         if name == ROPE_FACTORS or _beyond(name, a.layers, header):
             continue
-        if (part := known.get(name)) is None:
+        if name not in known:
             raise UserError(
                 f"{header.path.name}: tensor {name} is of no {architecture} model that is run here; give the original"
                 " model directory"
             )
-        _check(header, entry, part)
-        for index, ours in enumerate(part.names):
-            places.setdefault(ours, []).append(Place(part, index if part.stacked else None))
+        for part in known[name]:
+            _check(header, entry, part)
+            for index, ours in enumerate(part.names):
+                if ours in places and part.rows is None:
+                    other = places[ours][0].part.tensor
+                    raise damaged(header.path.name, f"tensors {other} and {name} hold the same weights")
+                places.setdefault(ours, []).append(Place(part, index if part.stacked else None))
     if not a.tied and HEAD not in header.tensors:
         places[f"{a.names.head}.weight"] = places[f"{a.names.embedding}.weight"]
     return places
+
+
+def _numbers(header: Header, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that are in the metadata. Raises UserError where there are not so many numbers."""
+    a = describe(dict(config))
+    for one in () if a is None else numbers(a):
+        found = header.metadata.get(one.key)
+        said = np.full(len(one.names), found) if isinstance(found, float) else found
+        if not isinstance(said, np.ndarray) or said.shape != (len(one.names),) or said.dtype.kind != "f":
+            raise damaged(header.path.name, f"{one.key} must have a number for each of {len(one.names)} layers")
+        yield from zip(one.names, torch.from_numpy(said.astype(np.float32)).view(-1, *one.shape), strict=True)
 
 
 def _beyond(name: str, layers: int, header: Header) -> bool:
@@ -222,11 +252,16 @@ def _check(header: Header, entry: TensorEntry, part: Part) -> None:
         count = len(part.names)
         sizes = (2,) if part.vector else (3,)
         expected, sound = f"{count} matrices", len(entry.shape) in sizes and entry.shape[0] == count
+        if part.half is not None and sound:
+            expected, sound = f"{count} matrices of two halves", entry.shape[1] % 2 == 0
     elif part.heads > 1:
         rows = 0 if part.rows is None or len(entry.shape) != 3 else len(part.rows)
         expected, sound = f"matrices of {part.heads} heads", rows == _matrix(entry, part)[0] if rows else False
     elif entry.kind.plain:
         sound = len(entry.shape) in (1, 2)
+    size = 0 if part.shape is None else math.prod(part.shape)
+    if size > 0 and math.prod(entry.shape) != size:
+        expected, sound = f"{size} numbers", False
     if not entry.kind.plain and (part.shape is not None or (part.stacked and part.vector)):
         expected, sound = "floats", False
     if not sound:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from runtime.checkpoints.gguf.families import FAMILIES
+from runtime.checkpoints.gguf.families import FAMILIES, Family
 from runtime.checkpoints.gguf.keys import Keys, brief
 from runtime.checkpoints.gguf.names import EMBEDDING, HEAD
 from runtime.checkpoints.gguf.reader import Header, damaged
@@ -27,7 +27,7 @@ def configure(header: Header) -> dict[str, Any]:
     if len(embedding.shape) != 2:
         raise UserError(f"{keys.shown}: tensor {EMBEDDING} must have 2 dimensions, found {list(embedding.shape)}")
     vocab, hidden = embedding.shape
-    layers, heads = keys.whole("block_count"), keys.whole("attention.head_count")
+    layers = keys.whole("block_count")
     if layers > len(header.tensors):
         what = f"{keys.architecture}.block_count is {layers}, but there are {len(header.tensors)} tensors"
         raise damaged(keys.shown, what)
@@ -37,29 +37,23 @@ def configure(header: Header) -> dict[str, Any]:
         raise damaged(keys.shown, f"{keys.architecture}.nextn_predict_layers leaves {layers} layers")
     if (said := keys.whole("embedding_length")) != hidden:
         raise UserError(f"{keys.shown}: embedding_length is {said}, and {EMBEDDING} has rows of {hidden}")
-    size = keys.whole("attention.key_length", max(hidden // heads, 1))
-    latent = keys.get("attention.kv_lora_rank") is not None
-    if not latent and keys.whole("attention.value_length", size) != size:
-        raise UserError(f"{keys.shown}: keys and values of different sizes are not run; give another model")
     family = FAMILIES[keys.architecture]
-    kind = "attention.layer_norm_rms_epsilon" if family.rms else "attention.layer_norm_epsilon"
-    kv_heads = _kv_heads(keys, layers) if family.mixed else keys.whole("attention.head_count_kv", heads)
+    kind, plain = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+    # llama.cpp's own files of Nemotron-H have the other.
+    if not family.rms or (keys.get(kind) is None and keys.get(plain) is not None):
+        kind = plain
     config: dict[str, Any] = {
         "model_type": family.model_type,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": size,
-        "intermediate_size": keys.whole("feed_forward_length"),
         "vocab_size": vocab,
-        "max_position_embeddings": keys.whole("context_length"),
         family.eps: keys.number(kind),
         "hidden_act": "silu",
         # A quantised embedding is a table of floats here, and the head keeps its blocks.
         "tie_word_embeddings": HEAD not in header.tensors and embedding.kind.plain,
-        "rope_parameters": rope_parameters(keys, size),
     }
+    if family.attends:
+        config |= _attention(keys, family, hidden, layers)
     config |= family.fixed
     if family.more is not None:
         config |= family.more(keys, config)
@@ -69,10 +63,23 @@ def configure(header: Header) -> dict[str, Any]:
     return config | {"quantization_config": {"quant_method": "gguf"}}
 
 
-def _kv_heads(keys: Keys, layers: int) -> int:
-    """The key heads of layers that have attention: the others have none."""
-    found = set(keys.each("attention.head_count_kv", layers) or []) - {0}
-    return found.pop() if len(found) == 1 and min(found) > 0 else keys.whole("attention.head_count_kv")
+def _attention(keys: Keys, family: Family, hidden: int, layers: int) -> dict[str, Any]:
+    """Attention's heads and rotation, and what follows it. Raises UserError for values of another size than keys."""
+    heads = keys.whole("attention.head_count")
+    size = keys.whole("attention.key_length", max(hidden // heads, 1))
+    latent = keys.get("attention.kv_lora_rank") is not None
+    if not latent and keys.whole("attention.value_length", size) != size:
+        raise UserError(f"{keys.shown}: keys and values of different sizes are not run; give another model")
+    key_heads, length = "attention.head_count_kv", "feed_forward_length"
+    of_layers = {"missing": keys.common, "different": keys.first}.get(family.mixed)
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": of_layers(key_heads, layers) if of_layers else keys.whole(key_heads, heads),
+        "head_dim": size,
+        "intermediate_size": of_layers(length, layers) if of_layers else keys.whole(length),
+        "max_position_embeddings": keys.whole("context_length"),
+        "rope_parameters": rope_parameters(keys, size),
+    }
 
 
 def _special_ids(header: Header, vocab: int) -> dict[str, Any]:

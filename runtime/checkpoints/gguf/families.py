@@ -3,10 +3,20 @@ has it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from runtime.checkpoints.gguf import gemma, mixtures, state_spaces
 from runtime.checkpoints.gguf.keys import Keys
-from runtime.checkpoints.gguf.shared_keys import Config, biases, convolutions, deltas, experts, latent, sigmoids, window
+from runtime.checkpoints.gguf.shared_keys import (
+    Config,
+    biases,
+    convolutions,
+    deltas,
+    experts,
+    latent,
+    multipliers,
+    window,
+)
 
 
 @dataclass(frozen=True)
@@ -14,7 +24,9 @@ class Family:
     """transformers' configuration of an architecture: what llama.cpp has no key for is `fixed`, the rest says `more`.
 
     eps    transformers' key of the norms' epsilon; `rms` norms by the root mean square have another key there.
-    mixed  layers without attention have no key heads.
+    mixed  layers without attention have no key heads, and those without an MLP no channels; or layers have different
+           numbers of them, of which config.json's common ones are the first layer's.
+    attends  it has attention.
     sized  config.json has the size of a head.
     """
 
@@ -23,8 +35,9 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     eps: str = "rms_norm_eps"
     rms: bool = True
-    mixed: bool = False
+    mixed: Literal["", "missing", "different"] = ""
     sized: bool = True
+    attends: bool = True
 
 
 def _llama(keys: Keys, config: Config) -> Config:
@@ -33,65 +46,13 @@ def _llama(keys: Keys, config: Config) -> Config:
     return biases(keys, attention_bias="attn_q", mlp_bias="ffn_up")
 
 
-def _qwen3moe(keys: Keys, config: Config) -> Config:
-    return experts(keys) | {"moe_intermediate_size": keys.whole("expert_feed_forward_length")}
-
-
-def _qwen2moe(keys: Keys, config: Config) -> Config:
-    return _qwen3moe(keys, config) | {
-        "shared_expert_intermediate_size": keys.whole("expert_shared_feed_forward_length"),
-    }
-
-
 def _phi3(keys: Keys, config: Config) -> Config:
     window = "attention.sliding_window"
     return {"sliding_window": None if keys.get(window) is None else keys.whole(window)}
 
 
-def _scalar(config: Config, layers: int) -> int:
-    """What Gemma's scores are divided by the root of: in models of so many layers it is not a head's size."""
-    if config["num_hidden_layers"] == layers:
-        return int(config["hidden_size"] // config["num_attention_heads"])
-    return int(config["head_dim"])
-
-
-def _gemma2(keys: Keys, config: Config) -> Config:
-    return window(keys, config, 2, 4096) | {
-        "query_pre_attn_scalar": _scalar(config, 46),
-        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
-    }
-
-
-def _gemma3(keys: Keys, config: Config) -> Config:
-    local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", 10_000.0)}
-    windowed = keys.get("attention.sliding_window") is not None
-    kinds = window(keys, config, 6) if windowed else {"layer_types": ["full_attention"] * config["num_hidden_layers"]}
-    return kinds | {
-        "query_pre_attn_scalar": _scalar(config, 62),
-        "final_logit_softcapping": keys.real("final_logit_softcapping", 0.0) or None,
-        "rope_parameters": {"sliding_attention": local, "full_attention": config["rope_parameters"]},
-    }
-
-
-def _gpt_oss(keys: Keys, config: Config) -> Config:
-    size = {"intermediate_size": keys.whole("expert_feed_forward_length")}
-    return window(keys, config, 2) | experts(keys, "num_local_experts") | size
-
-
 def _granite(keys: Keys, config: Config) -> Config:
-    # 0 is none of it.
-    attention = keys.real("attention.scale", 0.0) or config["head_dim"] ** -0.5
-    return {
-        "embedding_multiplier": keys.real("embedding_scale", 0.0) or 1.0,
-        "attention_multiplier": attention,
-        "residual_multiplier": keys.real("residual_scale", 0.0) or 1.0,
-        "logits_scaling": keys.number("logit_scale"),
-    } | biases(keys, attention_bias="attn_q", mlp_bias="ffn_up")
-
-
-def _granitemoe(keys: Keys, config: Config) -> Config:
-    return _granite(keys, config) | experts(keys, "num_local_experts")
+    return multipliers(keys, config) | biases(keys, attention_bias="attn_q", mlp_bias="ffn_up")
 
 
 def _olmo2(keys: Keys, config: Config) -> Config:
@@ -119,25 +80,6 @@ def _mistral3(keys: Keys, config: Config) -> Config:
     start = config["rope_parameters"].get("original_max_position_embeddings", config["max_position_embeddings"])
     more = {"llama_4_scaling_beta": scale, "original_max_position_embeddings": start}
     return {"rope_parameters": config["rope_parameters"] | more}
-
-
-def _lfm2moe(keys: Keys, config: Config) -> Config:
-    found = convolutions(keys, config)
-    del found["block_ff_dim"]
-    return (
-        found
-        | experts(keys)
-        | {
-            "moe_intermediate_size": keys.whole("expert_feed_forward_length"),
-            "num_dense_layers": int(keys.real("leading_dense_block_count", 0)),
-            "norm_topk_prob": True,
-            "use_expert_bias": keys.has(".exp_probs_b.bias"),
-        }
-    )
-
-
-def _qwen3next(keys: Keys, config: Config) -> Config:
-    return deltas(keys, config) | _qwen2moe(keys, config)
 
 
 # llama.cpp slides in models of so many layers, and in no others.
@@ -203,62 +145,58 @@ def _nemotron(keys: Keys, config: Config) -> Config:
     return biases(keys, attention_bias="attn_q", mlp_bias="ffn_up")
 
 
-def _glm4moe(keys: Keys, config: Config) -> Config:
-    normed = {"use_qk_norm": keys.has(".attn_q_norm.weight")}
-    return sigmoids(keys, config) | normed | biases(keys, attention_bias="attn_q")
-
-
-def _dots1(keys: Keys, config: Config) -> Config:
-    # Each head has keys of its own.
-    return sigmoids(keys, config) | {"num_key_value_heads": config["num_attention_heads"]}
-
-
-def _minimax(keys: Keys, config: Config) -> Config:
-    # Feed forward of a layer is that of its experts.
-    return experts(keys, "num_local_experts") | {"intermediate_size": keys.whole("expert_feed_forward_length")}
-
-
-def _olmoe(keys: Keys, config: Config) -> Config:
-    # Each head has keys of its own.
-    return experts(keys) | {"num_key_value_heads": config["num_attention_heads"]}
-
-
 _TANH = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 # Of a mixture in every layer; whether llama.cpp divides the chosen experts' shares by their sum is no key either.
 _EVERY = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+_NEMOTRON_H = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "use_bias": False}
+_UNMULTIPLIED: Config = {
+    f"{name}_multiplier": 1.0
+    for name in ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
+} | {"mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5}
 _UNBIASED = {"conv_bias": False}
 FAMILIES: dict[str, Family] = {
     "llama": Family("llama", _llama),
     "qwen2": Family("qwen2"),
     "qwen3": Family("qwen3"),
-    "qwen3moe": Family("qwen3_moe", _qwen3moe, {"norm_topk_prob": True} | _EVERY),
+    "qwen3moe": Family("qwen3_moe", mixtures.qwen3moe, {"norm_topk_prob": True} | _EVERY),
     "phi3": Family("phi3", _phi3),
     "gemma": Family("gemma", None, _TANH),
-    "gemma2": Family("gemma2", _gemma2, _TANH),
-    "gemma3": Family("gemma3_text", _gemma3, _TANH),
-    "qwen2moe": Family("qwen2_moe", _qwen2moe, {"norm_topk_prob": False} | _EVERY),
-    "gpt-oss": Family("gpt_oss", _gpt_oss, {"swiglu_limit": 7.0, "attention_bias": True}),
+    "gemma2": Family("gemma2", gemma.gemma2, _TANH),
+    "gemma3": Family("gemma3_text", gemma.gemma3, _TANH),
+    "gemma4": Family("gemma4_text", gemma.gemma4, _TANH, mixed="different"),
+    "qwen2moe": Family("qwen2_moe", mixtures.qwen2moe, {"norm_topk_prob": False} | _EVERY),
+    "gpt-oss": Family("gpt_oss", mixtures.gpt_oss, {"swiglu_limit": 7.0, "attention_bias": True}),
     "granite": Family("granite", _granite),
-    "granitemoe": Family("granitemoe", _granitemoe),
+    "granitemoe": Family("granitemoe", mixtures.granitemoe),
+    "granitehybrid": Family("granitemoehybrid", state_spaces.granitehybrid, mixed="missing"),
+    "mamba2": Family("mamba2", state_spaces.mamba2, {"use_bias": False}, "layer_norm_epsilon", attends=False),
+    "falcon-h1": Family("falcon_h1", state_spaces.falcon_h1, {"mamba_norm_before_gate": False, **_UNMULTIPLIED}),
+    "nemotron_h": Family("nemotron_h", state_spaces.nemotron_h, _NEMOTRON_H, "layer_norm_epsilon", mixed="missing"),
+    "nemotron_h_moe": Family("nemotron_h", state_spaces.nemotron_h, _NEMOTRON_H, "layer_norm_epsilon", mixed="missing"),
+    "apertus": Family("apertus", _attention_bias, {"hidden_act": "xielu"}),
     "olmo2": Family("olmo2", _olmo2),
     "smollm3": Family("smollm3", _smollm3, {"use_sliding_window": False}),
     "glm4": Family("glm4", _attention_bias),
     "mistral3": Family("ministral3", _mistral3, {"sliding_window": None}),
     "deepseek2": Family("deepseek_v3", latent),
     "lfm2": Family(
-        "lfm2", convolutions, {"conv_bias": False, "block_auto_adjust_ff_dim": False}, "norm_eps", mixed=True
+        "lfm2", convolutions, {"conv_bias": False, "block_auto_adjust_ff_dim": False}, "norm_eps", mixed="missing"
     ),
-    "lfm2moe": Family("lfm2_moe", _lfm2moe, _UNBIASED, "norm_eps", mixed=True),
-    "qwen3next": Family("qwen3_next", _qwen3next, {"norm_topk_prob": True} | _EVERY),
+    "lfm2moe": Family("lfm2_moe", mixtures.lfm2moe, _UNBIASED, "norm_eps", mixed="missing"),
+    "qwen3next": Family("qwen3_next", mixtures.qwen3next, {"norm_topk_prob": True} | _EVERY),
     "qwen35": Family("qwen3_5_text", deltas),
-    "qwen35moe": Family("qwen3_5_moe_text", _qwen3next),
-    "glm4moe": Family("glm4_moe", _glm4moe),
-    "dots1": Family("dots1", _dots1, {"sliding_window": None}),
-    "minimax-m2": Family("minimax_m2", _minimax),
+    "qwen35moe": Family("qwen3_5_moe_text", mixtures.qwen3next),
+    "glm4moe": Family("glm4_moe", mixtures.glm4moe),
+    "dots1": Family("dots1", mixtures.dots1, {"sliding_window": None}),
+    "minimax-m2": Family("minimax_m2", mixtures.minimax),
     "exaone4": Family("exaone4", _exaone4),
     "seed_oss": Family("seed_oss", _attention_bias),
     "ernie4_5": Family("ernie4_5", lambda keys, config: biases(keys, use_bias="attn_q")),
     "hunyuan-dense": Family("hunyuan_v1_dense", _attention_bias),
+    "hunyuan-moe": Family("hunyuan_v1_moe", mixtures.hunyuan_moe),
+    "ernie4_5-moe": Family("ernie4_5_moe", mixtures.ernie_moe),
+    "exaone-moe": Family("exaone_moe", mixtures.exaone_moe),
+    "llama4": Family("llama4_text", mixtures.llama4),
     "arcee": Family("arcee", None, {"hidden_act": "relu2"}),
     "cohere2": Family("cohere2", _cohere2, {}, "layer_norm_eps", False),
     "starcoder2": Family("starcoder2", None, _TANH | {"sliding_window": None}, "norm_epsilon", False),
@@ -268,5 +206,5 @@ FAMILIES: dict[str, Family] = {
     "gptneox": Family("gpt_neox", _gpt_neox, {}, "layer_norm_eps", False),
     "falcon": Family("falcon", _falcon, {}, "layer_norm_epsilon", False, sized=False),
     "nemotron": Family("nemotron", _nemotron, {"hidden_act": "relu2"}, "norm_eps", False),
-    "olmoe": Family("olmoe", _olmoe, {"norm_topk_prob": False, "clip_qkv": None}),
+    "olmoe": Family("olmoe", mixtures.olmoe, {"norm_topk_prob": False, "clip_qkv": None}),
 }

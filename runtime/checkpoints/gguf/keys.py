@@ -65,6 +65,16 @@ class Keys:
             raise UserError(f"{shown} must have a whole number for each of {layers} layers, found {brief(value)}")
         return [int(one) for one in value[:layers]]
 
+    def common(self, key: str, layers: int) -> int:
+        """The positive number of all layers that have one: others have 0. Raises UserError as `whole`."""
+        found = set(self.each(key, layers) or []) - {0}
+        return found.pop() if len(found) == 1 and min(found) > 0 else self.whole(key)
+
+    def first(self, key: str, layers: int) -> int:
+        """The positive number of the first layer. Raises UserError as `whole`."""
+        found = self.each(key, layers)
+        return found[0] if found and found[0] > 0 else self.whole(key)
+
     def has(self, *tensors: str) -> bool:
         """Whether the file has one of the tensors, by the ends of their names."""
         return any(name.endswith(tensors) for name in self.header.tensors)

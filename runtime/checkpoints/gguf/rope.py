@@ -11,8 +11,12 @@ from runtime.checkpoints.gguf.reader import F32, damaged
 from runtime.errors import UserError
 
 _BASE = 10_000.0
-# Llama 3's scaling as all of its releases have it. A GGUF file has the factors that come of it, and not these.
+# Llama 3's scaling as its releases have it, and Llama 4's: low_freq_factor, high_freq_factor and the original context.
+# A GGUF file has the factors that come of it, and not these.
 LOW, HIGH, ORIGINAL = 1.0, 4.0, 8192
+RELEASES = ((LOW, HIGH, ORIGINAL), (1.0, 1.0, ORIGINAL))
+# A divisor of the frequencies of pairs that do not turn.
+_STILL = 1e30
 TRUNCATE = "rope.scaling.yarn_truncate"
 
 
@@ -38,7 +42,8 @@ def rope_parameters(keys: Keys, head_dim: int) -> dict[str, Any]:
             " give the original model directory"
         )
     if ROPE_FACTORS in keys.header.tensors:
-        return parameters | _llama3(keys, base, rotated)
+        own = _proportional if keys.architecture == "gemma4" else _llama3
+        return parameters | own(keys, base, rotated)
     if kind == "none":
         return parameters
     parameters |= {"rope_type": kind, "factor": keys.number("rope.scaling.factor")}
@@ -79,19 +84,18 @@ def llama3_factors(
     mean of 1 and 1 / factor, weighted by where original / wavelength stands between low and high.
     """
     wavelength = 2 * np.pi * base ** (np.arange(0, rotated, 2, dtype=np.float64) / rotated)
-    share = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
+    # Where both are the same there is nothing between them.
+    share = np.clip((original / wavelength - low) / max(high - low, 1e-12), 0.0, 1.0)
     return (1.0 / ((1.0 - share) / factor + share)).astype(np.float32)
 
 
 def _llama3(keys: Keys, base: float, rotated: int) -> dict[str, Any]:
     """The parameters whose factors the file has."""
-    entry = keys.header.tensors[ROPE_FACTORS]
-    if entry.kind != F32 or entry.shape != (rotated // 2,):
-        what = f"{entry.kind.name} {list(entry.shape)}"
-        raise damaged(keys.shown, f"tensor {ROPE_FACTORS} must hold {rotated // 2} F32 factors, found {what}")
-    found = np.fromfile(keys.header.path, "<f4", rotated // 2, offset=entry.start)
+    found = _factors(keys, rotated)
     factor = float(found[-1])
-    if not 1.0 <= factor < float("inf") or not np.allclose(found, llama3_factors(base, rotated, factor), 1e-4, 0.0):
+    known = RELEASES if 1.0 <= factor < float("inf") else ()
+    release = next((one for one in known if _close(found, llama3_factors(base, rotated, factor, *one))), None)
+    if release is None:
         raise UserError(
             f"{keys.shown}: the rotary factors of {ROPE_FACTORS} are not Llama 3's, and no others are run from a GGUF"
             " file; give the original model directory"
@@ -99,7 +103,39 @@ def _llama3(keys: Keys, base: float, rotated: int) -> dict[str, Any]:
     return {
         "rope_type": "llama3",
         "factor": factor,
-        "low_freq_factor": LOW,
-        "high_freq_factor": HIGH,
-        "original_max_position_embeddings": ORIGINAL,
+        "low_freq_factor": release[0],
+        "high_freq_factor": release[1],
+        "original_max_position_embeddings": release[2],
     }
+
+
+def proportional_factors(head_dim: int, turning: int, factor: float = 1.0) -> NDArray[np.float32]:
+    """(head_dim / 2,) what Gemma 4's frequencies are divided by: the first `turning` by `factor`, the others, which do
+    not turn, by a number beside which nothing turns."""
+    return np.where(np.arange(head_dim // 2) < turning, factor, _STILL).astype(np.float32)
+
+
+def _proportional(keys: Keys, base: float, rotated: int) -> dict[str, Any]:
+    """The parameters whose factors the file has."""
+    found = _factors(keys, rotated)
+    turning, factor = int((found < _STILL).sum()), float(found[0])
+    if not 0.0 < factor < _STILL or not _close(found, proportional_factors(rotated, turning, factor)):
+        raise UserError(
+            f"{keys.shown}: the rotary factors of {ROPE_FACTORS} are not Gemma 4's, and no others are run from such a"
+            " file; give the original model directory"
+        )
+    # The half keeps its share of the dimensions from being rounded down to fewer pairs.
+    return {"rope_type": "proportional", "partial_rotary_factor": (2 * turning + 0.5) / rotated, "factor": factor}
+
+
+def _factors(keys: Keys, rotated: int) -> NDArray[np.float32]:
+    """(rotated / 2,) the tensor's numbers. Raises UserError for another form."""
+    entry = keys.header.tensors[ROPE_FACTORS]
+    if entry.kind != F32 or entry.shape != (rotated // 2,):
+        what = f"{entry.kind.name} {list(entry.shape)}"
+        raise damaged(keys.shown, f"tensor {ROPE_FACTORS} must hold {rotated // 2} F32 factors, found {what}")
+    return np.fromfile(keys.header.path, "<f4", rotated // 2, offset=entry.start)
+
+
+def _close(found: NDArray[np.float32], expected: NDArray[np.float32]) -> bool:
+    return bool(np.allclose(found, expected, 1e-4, 0.0))

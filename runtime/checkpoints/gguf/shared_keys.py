@@ -26,6 +26,18 @@ def biases(keys: Keys, **tensors: str) -> Config:
     return {key: keys.has(f".{tensor}.bias") for key, tensor in tensors.items()}
 
 
+def multipliers(keys: Keys, config: Config) -> Config:
+    """Granite's."""
+    # 0 is none of it.
+    attention = keys.real("attention.scale", 0.0) or config["head_dim"] ** -0.5
+    return {
+        "embedding_multiplier": keys.real("embedding_scale", 0.0) or 1.0,
+        "attention_multiplier": attention,
+        "residual_multiplier": keys.real("residual_scale", 0.0) or 1.0,
+        "logits_scaling": keys.number("logit_scale"),
+    }
+
+
 def window(keys: Keys, config: Config, every: int, default: int | None = None) -> Config:
     """Window and layer_types: of so many layers the last sees everything, where the file has no pattern of its own."""
     layers, key = config["num_hidden_layers"], "attention.sliding_window_pattern"

@@ -11,10 +11,15 @@ from tests.runtime.model import families
 
 _DIVIDED: dict[str, Any] = {"hidden_size": 200, "head_dim": 40}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 16}
+_LLAMA_3 = {
+    **{"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8192},
+    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
 _TOGETHER = {"mscale": 1.3, "mscale_all_dim": 1.3}
 CHANGES: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 72},
     "gemma3_text": {"query_pre_attn_scalar": 40},
+    "gemma4_text": {"num_kv_shared_layers": 2},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "use_sliding_window": False},
     "olmo2": {},
     "olmo3": {
@@ -24,14 +29,37 @@ CHANGES: dict[str, dict[str, Any]] = {
         }
     },
     "granite": {},
+    "granitemoehybrid": {"mamba_proj_bias": False},
+    "mamba2": {"use_bias": False, "time_step_limit": [0.0, float("inf")]},
+    "falcon_h1": {"mamba_proj_bias": False, "projectors_bias": False, "attention_bias": False}
+    | {"mamba_norm_before_gate": False},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "linear_attention"],
+        **{"use_bias": False, "mlp_bias": False, "time_step_min": 1e-9},
+    },
+    "apertus": {},
     "glm4": {},
     "ministral": {"layer_types": ["full_attention"] * 2},
     "ministral3": {},
+    "cwm": {"layer_types": ["full_attention"] * 2, "rope_parameters": _LLAMA_3},
     "seed_oss": {"attention_out_bias": False},
     "arcee": {},
     "exaone4": {**_DIVIDED, "sliding_window": None, "layer_types": ["full_attention"] * 2},
     "ernie4_5": {"use_bias": False},
+    "ernie4_5_moe": {"use_bias": False},
     "hunyuan_v1_dense": {},
+    "hunyuan_v1_moe": {},
+    "exaone_moe": {"mlp_layer_types": ["dense", "sparse"]},
+    "llama4_text": {
+        "rope_parameters": _LLAMA_3 | {"high_freq_factor": 1.0},
+        **{
+            "num_hidden_layers": 4,
+            "no_rope_layers": [1, 1, 1, 0],
+            "moe_layers": [1, 3],
+            "interleave_moe_layer_step": 2,
+        },
+        **{"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
+    },
     "starcoder2": {"sliding_window": None},
     "stablelm": {},
     "phi": {},
@@ -58,10 +86,33 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+# Other forms of these families, which llama.cpp has under another name or without some of their parts.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "nemotron_h without experts": (
+        "nemotron_h",
+        {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "mlp_bias": True},
+    ),
+    "granitemoehybrid without experts": ("granitemoehybrid", {"num_local_experts": 0}),
+    "granitemoehybrid of attention alone": (
+        "granitemoehybrid",
+        {
+            **{"num_local_experts": 0, "layer_types": ["full_attention"] * 3, "position_embedding_type": "rope"},
+            **{"hidden_size": 200, "intermediate_size": 36},
+        },
+    ),
+    "falcon_h1 with one table": ("falcon_h1", {"tie_word_embeddings": True, "mamba_rms_norm": False}),
+    "gemma4_text without experts": (
+        "gemma4_text",
+        {"enable_moe_block": False, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+        | {"attention_k_eq_v": False},
+    ),
+}
+
+
 def write(kind: str, path: Path, **changes: Any) -> Path:
     """The family's tiny random model, its tokenizer splitting text like GPT-2's."""
     known = families.FAMILIES[kind]
-    families.FAMILIES[kind] = known | CHANGES[kind] | changes
+    families.FAMILIES[kind] = known | CHANGES.get(kind, {}) | changes
     try:
         families.write(kind, path)
     finally:
@@ -77,6 +128,11 @@ EVEN: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 320},
     "gpt_neox": {"hidden_size": 320, "intermediate_size": 96},
     "falcon": {"hidden_size": 320, "ffn_hidden_size": 96, "new_decoder_architecture": True, "num_kv_heads": 5},
+    "granitemoehybrid": {"hidden_size": 64, "shared_intermediate_size": 96, "mamba_n_heads": 4, "mamba_d_head": 32},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+        **{"hidden_size": 64, "intermediate_size": 96, "mamba_head_dim": 32},
+    },
     "glm4": {"hidden_size": 64, "intermediate_size": 96},
     "smollm3": {"hidden_size": 64, "intermediate_size": 96},
     "deepseek_v3": {

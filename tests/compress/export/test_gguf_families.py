@@ -54,6 +54,17 @@ def test_a_file_computes_what_its_model_does(kind: str, tmp_path: Path) -> None:
     assert float((found - wanted).norm() / wanted.norm()) < 1e-5
 
 
+@pytest.mark.parametrize("kind, changes", gguf_families.VARIANTS.values(), ids=gguf_families.VARIANTS)
+def test_a_file_of_another_form_computes_what_its_model_does(
+    kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    model = gguf_families.write(kind, tmp_path / kind, **changes)
+    file, result = exported(model, tmp_path / "out")
+    assert result.losses == ()
+    found, wanted = logits(file), logits(model)
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-5
+
+
 @pytest.mark.parametrize("kind", gguf_families.EVEN)
 def test_packed_layers_keep_their_codes(kind: str, tmp_path: Path) -> None:
     model = gguf_families.write(kind, tmp_path / kind, **gguf_families.EVEN[kind])
@@ -74,6 +85,22 @@ def test_packed_layers_keep_their_codes(kind: str, tmp_path: Path) -> None:
         assert plain.shape == exact.shape and float((plain - exact).norm() / exact.norm()) < 1e-2, prefix
     assert quantised > 4 and all(entry.error < 1e-2 for entry in result.losses)
     # Inputs are rounded block by block, not row by row; rows in a wrong order would give another model.
+    assert float((logits(file) - logits(packed)).norm() / logits(packed).norm()) < 0.2
+
+
+def test_multipliers_are_in_scales_of_the_same_codes(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "mamba_d_ssm": 192, "mamba_d_head": 32}
+    packed, _ = families.pack(gguf_families.write("falcon_h1", tmp_path / "f", **sizes), tmp_path / "form", "int8")
+    file, result = exported(packed, tmp_path / "out")
+    for name, factor in (("self_attn.q_proj", 0.8), ("self_attn.k_proj", 0.8 * 0.4), ("mamba.out_proj", 0.5)):
+        found, wanted = (
+            opened.weight(f"model.layers.1.{name}") for opened in (open_gguf(file), open_checkpoint(packed))
+        )
+        assert isinstance(found, PackedWeight) and isinstance(wanted, PackedWeight)
+        assert torch.equal(found.codes, wanted.codes.view_as(found.codes))
+        assert torch.allclose(found.scale, wanted.scale.float() * factor, 1e-3)
+    assert all(entry.error < 1e-2 for entry in result.losses)
+    # Inputs are rounded block by block, not row by row.
     assert float((logits(file) - logits(packed)).norm() / logits(packed).norm()) < 0.2
 
 
@@ -104,6 +131,25 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "heads": ("olmoe", {"num_key_value_heads": 1}, "expected kv_heads 5"),
     "values": ("qwen3_next", {"linear_value_head_dim": 12}, "expected delta' value 20"),
     "queries": ("deepseek_v2", {"num_hidden_layers": 2}, "attention.q_lora_rank must be a positive integer"),
+    "a norm": ("phimoe", {}, "llama.cpp does not compute phimoe as transformers does"),
+    "chunks": ("llama4_text", {"attention_chunk_size": 20}, "expected windows (8192, 8192, 8192, None)"),
+    "mixtures": ("llama4_text", {"moe_layers": [1, 2]}, "expected dense_layers (0, 2)"),
+    "dense layers between": (
+        "ernie4_5_moe",
+        {"num_hidden_layers": 4, "moe_layer_interval": 2},
+        "expected dense_layers (0, 1)",
+    ),
+    "steps": ("mamba2", {"time_step_limit": [0.1, 1.5]}, "expected mamba' limits (0.0, inf)"),
+    "a least step": ("nemotron_h", {"time_step_min": 0.3}, "expected least step of at most 0.001"),
+    "biases of a state space": ("nemotron_h", {"use_bias": True}, "in_proj.bias: expected no such bias"),
+    "an order of norms": ("falcon_h1", {"mamba_norm_before_gate": True}, "expected mamba' norm gated"),
+    "an expansion": ("granitemoehybrid", {"mamba_expand": 4}, "ssm.inner_size must be twice embedding_length"),
+    "a dense layer among mixtures": (
+        "nemotron_h",
+        {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
+        "expected dense_layers (0, 2)",
+    ),
+    "shared keys": ("gemma4_text", {"num_kv_shared_layers": 3}, "must leave a layer that slides and one that does not"),
     "groups": (
         "deepseek_v2",
         {"n_group": 3, "topk_group": 2, "topk_method": "group_limited_greedy"},
@@ -133,7 +179,11 @@ def test_what_llama_cpp_computes_otherwise_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["gemma3_text", "gpt_oss", "deepseek_v3", "lfm2", "qwen3_5_moe_text", "falcon", "gpt2"]
+    "kind",
+    [
+        *("gemma3_text", "gpt_oss", "deepseek_v3", "lfm2", "qwen3_5_moe_text", "falcon", "gpt2"),
+        *("gemma4_text", "nemotron_h", "granitemoehybrid", "apertus"),
+    ],
 )
 def test_damaged_headers_are_read_or_refused_in_a_sentence(kind: str, tmp_path: Path) -> None:
     file, _ = exported(gguf_families.write(kind, tmp_path / kind), tmp_path / "out")
