@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from runtime.audit.options import EngineOptions
+from runtime.audit.options import CertificateOptions, EngineOptions, OursOptions
 from runtime.cli import takes, without_traceback
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
@@ -36,7 +36,25 @@ def engine(options: EngineOptions) -> None:
     audit_engine(options)
 
 
+@takes(OursOptions)
+def ours(options: OursOptions) -> None:
+    """Compares this project's drafters with plain decoding over many settings, token by token."""
+    from runtime.audit.ours_command import audit_ours
+
+    audit_ours(options)
+
+
+@takes(CertificateOptions)
+def certificate(options: CertificateOptions) -> None:
+    """Repeats what a run's lossless certificate says, on this machine, and says what differs."""
+    from runtime.audit.certificate_command import repeat_certificate
+
+    repeat_certificate(options)
+
+
 app.command()(engine)
+app.command()(ours)
+app.command()(certificate)
 
 if __name__ == "__main__":
     app(prog_name="python -m runtime.audit")

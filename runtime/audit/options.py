@@ -74,3 +74,36 @@ class EngineOptions(OutputOptions):
     ] = 0.05
     tolerance: Annotated[float, typer.Option(min=0, help="Nats by which log-probabilities may be off.")] = 0.05
     seed: Annotated[int, typer.Option(min=0, max=2**31, help="The first request's; others follow it.")] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class OursOptions:
+    """Of `ours`."""
+
+    model: Annotated[
+        Path, typer.Argument(help="A run folder, model directory or GGUF file, or a folder of `audit model`.")
+    ]
+    draft: Annotated[Path | None, typer.Option(help="The draft model.", show_default="the run's own")] = None
+    prompts: Annotated[
+        Path | None, typer.Option(help="A file of prompts: .jsonl, or one a line.", show_default="random tokens")
+    ] = None
+    settings: Annotated[int, typer.Option(min=1, help="The most combinations of settings.")] = 500
+    seconds: Annotated[float, typer.Option(min=1, help="The most seconds.")] = 600.0
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each text.")] = 32
+    out: Annotated[
+        Path | None, typer.Option(help="A file of results, from which a stopped sweep goes on.", show_default=False)
+    ] = None
+    json: Annotated[Path | None, typer.Option(help="Write the result to this JSON file.", show_default=False)] = None
+    seed: Annotated[int, typer.Option(min=0, help="Of the settings' order and of the prompts.")] = 0
+    threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="physical cores")] = None
+    kernels: Annotated[str, typer.Option(help="auto, or a set of kernels by name.")] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertificateOptions:
+    """Of `certificate`."""
+
+    run: Annotated[Path, typer.Argument(help="A run folder whose report.json holds a certificate.")]
+    threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="physical cores")] = None
+    kernels: Annotated[str, typer.Option(help="auto, or a set of kernels by name.")] = "auto"
+    json: Annotated[Path | None, typer.Option(help="Write the result to this JSON file.", show_default=False)] = None

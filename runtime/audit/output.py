@@ -5,6 +5,7 @@ from html import escape
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape as no_markup
 from rich.table import Table
 
 from runtime.audit.report import Audit, GreedyRow, SamplingRow
@@ -23,7 +24,7 @@ def show(audit: Audit, out: Console) -> None:
     for column in _COLUMNS:
         table.add_column(column, justify="right" if column in ("texts", "tokens", "tests") else "left")
     for row in rows(audit):
-        table.add_row(*row)
+        table.add_row(*map(no_markup, row))
     out.print(table)
     for line in audit.skipped:
         out.print(f"not checked: {line}", markup=False)
