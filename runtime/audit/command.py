@@ -71,7 +71,12 @@ def _engine(options: EngineOptions) -> Any:
     fields = {name: _fields(name, getattr(options, name)) for name in ("send", "send_drafts", "send_plain")}
     return HttpEngine(
         HttpOptions(
-            url=options.url, plain_url=options.plain_url, model=options.model_name, remote=options.remote, **fields
+            url=options.url,
+            plain_url=options.plain_url,
+            model=options.model_name,
+            remote=options.remote,
+            concurrent=options.concurrent,
+            **fields,
         )
     )
 

@@ -28,6 +28,7 @@ class HttpOptions:
     url         the base, http://127.0.0.1:8000/v1.
     plain_url   the same engine without speculation, at another port; None: `send_plain` switches it off.
     send        fields for every request; send_drafts, send_plain: for those with and without drafts.
+    concurrent  the most requests at once.
     """
 
     url: str
@@ -37,6 +38,7 @@ class HttpOptions:
     send_drafts: Mapping[str, Any] = field(default_factory=dict)
     send_plain: Mapping[str, Any] = field(default_factory=dict)
     remote: bool = False
+    concurrent: int = 16
 
 
 class HttpEngine:
@@ -50,6 +52,8 @@ class HttpEngine:
             drafts: _checked(url, options.remote)
             for drafts, url in ((True, options.url), (False, options.plain_url or options.url))
         }
+        self._pool = ThreadPoolExecutor(max_workers=options.concurrent)
+        # Connections are kept, one for each thread of the pool.
         self._local = threading.local()
         self._model = options.model or self._first_model()
 
@@ -57,8 +61,7 @@ class HttpEngine:
         """One request for each ask, at once or one after the other."""
         if not together:
             return [self._complete(one) for one in asks]
-        with ThreadPoolExecutor(max_workers=max(1, len(asks))) as pool:
-            return list(pool.map(self._complete, asks))
+        return list(self._pool.map(self._complete, asks))
 
     def _first_model(self) -> str:
         found = self._request(self._bases[True], "GET", "/models", None)

@@ -58,6 +58,7 @@ class EngineOptions(OutputOptions):
         ),
     ] = None
     remote: Annotated[bool, typer.Option("--remote", help="Allow URLs that are not this machine's.")] = False
+    concurrent: Annotated[int, typer.Option(min=2, max=256, help="The most requests at once.")] = 16
     requests: Annotated[int, typer.Option(min=1, help="The most requests.")] = 3000
     seconds: Annotated[float, typer.Option(min=1, help="The most seconds; what is under way is waited for.")] = 300.0
     new_tokens: Annotated[int, typer.Option(min=4, max=256, help="Tokens of each sampled text.")] = 24
