@@ -56,7 +56,7 @@ def write_model(folder: Path, seed: int) -> None:
     from runtime.audit.known_files import write
 
     write(folder, seed)
-    typer.echo(f"wrote {folder}: target/ and draft/ (safetensors), target.gguf and draft.gguf")
+    typer.echo(f"wrote {folder}: target/ and draft/ (safetensors); target and draft as .gguf and -f16.gguf")
 
 
 def _engine(options: EngineOptions) -> Any:

@@ -152,7 +152,7 @@ class KnownModel:
 
 
 def make(seed: int) -> KnownModel:
-    """A random model in float32 numbers, some 2 nats of entropy a token; `perturbed` makes its draft."""
+    """A random model whose weights are float16 numbers, some 2 nats of entropy a token; `perturbed` makes its draft."""
     rng = np.random.default_rng([seed, 0])
     letters, size = letter_ids(), vocabulary_size()
     weights = {name: _draw(rng, name, *shape) for name, shape in _shapes(size).items()}
@@ -160,7 +160,7 @@ def make(seed: int) -> KnownModel:
     others = np.setdiff1d(np.arange(size), letters)
     head[others] = 0.0
     head[others, 0] = -200.0
-    return KnownModel(_float32(weights), letters, int(others[0]))
+    return KnownModel(_float16(weights), letters, int(others[0]))
 
 
 def perturbed(model: KnownModel, seed: int, share: float = 0.25) -> KnownModel:
@@ -173,7 +173,7 @@ def perturbed(model: KnownModel, seed: int, share: float = 0.25) -> KnownModel:
         if "norm" not in name and "embed" not in name:
             noise = rng.standard_normal(value[rows].shape) * value[rows].std() * share
             weights[name][rows] += np.where(value[rows] == 0, 0.0, noise)
-    return KnownModel(_float32(weights), model.letters, model.other)
+    return KnownModel(_float16(weights), model.letters, model.other)
 
 
 def read(folder: Path) -> tuple[KnownModel, KnownModel]:
@@ -255,8 +255,8 @@ def _draw(rng: np.random.Generator, name: str, *shape: int) -> Array:
     return drawn
 
 
-def _float32(weights: dict[str, Array]) -> dict[str, Array]:
-    return {name: value.astype(np.float32).astype(np.float64) for name, value in weights.items()}
+def _float16(weights: dict[str, Array]) -> dict[str, Array]:
+    return {name: value.astype(np.float16).astype(np.float64) for name, value in weights.items()}
 
 
 def _norm(x: Array, weight: Array) -> Array:

@@ -31,7 +31,7 @@ _NORMAL, _CONTROL = 1, 3
 
 
 def write(folder: Path, seed: int) -> None:
-    """Writes target/, draft/, target.gguf, draft.gguf and audit.json; the folder appears when all of it is there.
+    """Writes target/ and draft/, each as GGUF in float32 and in float16, and audit.json: the whole folder or nothing.
 
     Raises UserError for a folder that exists.
     """
@@ -45,6 +45,7 @@ def write(folder: Path, seed: int) -> None:
         for name, model in (("target", target), ("draft", perturbed(target, seed))):
             _write_directory(beside / name, model)
             (beside / f"{name}.gguf").write_bytes(gguf(model, f"audit {name}"))
+            (beside / f"{name}-f16.gguf").write_bytes(gguf(model, f"audit {name}", half=True))
         about = {"schema": 1, "seed": seed, "letters": LETTERS}
         (beside / DESCRIPTION).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         for path in beside.rglob("*"):
@@ -105,8 +106,11 @@ def _write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
 
 
-def gguf(model: KnownModel, name: str) -> bytes:
-    """The model as a GGUF file of architecture llama, in float32; rows of queries and keys in llama.cpp's order."""
+def gguf(model: KnownModel, name: str, half: bool = False) -> bytes:
+    """The model as a GGUF file of architecture llama; rows of queries and keys in llama.cpp's order.
+
+    half  matrices as float16, which holds the weights exactly: OpenVINO reads no float32 ones.
+    """
     s, tensors = SHAPE, _gguf_tensors(model)
     tokens = [*byte_alphabet(), *EXTRA]
     kinds = [_NORMAL] * (len(tokens) - 1) + [_CONTROL]
@@ -114,7 +118,7 @@ def gguf(model: KnownModel, name: str) -> bytes:
         _entry("general.architecture", _STRING, "llama"),
         _entry("general.name", _STRING, name),
         _entry("general.alignment", _UINT32, _ALIGNMENT),
-        _entry("general.file_type", _UINT32, 0),
+        _entry("general.file_type", _UINT32, int(half)),
         _entry("llama.context_length", _UINT32, s.positions),
         _entry("llama.embedding_length", _UINT32, s.hidden),
         _entry("llama.block_count", _UINT32, s.layers),
@@ -137,10 +141,11 @@ def gguf(model: KnownModel, name: str) -> bytes:
     head = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata)), *metadata]
     data, offset = [], 0
     for tensor, value in tensors.items():
-        raw = value.astype("<f4").tobytes()
+        kind = int(half and value.ndim == 2)
+        raw = value.astype(("<f4", "<f2")[kind]).tobytes()
         head += [_string(tensor), struct.pack("<I", value.ndim)]
         head += [struct.pack("<Q", size) for size in reversed(value.shape)]
-        head.append(struct.pack("<IQ", 0, offset))
+        head.append(struct.pack("<IQ", kind, offset))
         data.append(raw + bytes(-len(raw) % _ALIGNMENT))
         offset += len(data[-1])
     front = b"".join(head)

@@ -19,7 +19,7 @@ def texts(known: Known, rows: int, length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).choice(known.target.letters, (rows, length))
 
 
-@pytest.mark.parametrize("name", ["target", "draft", "target.gguf", "draft.gguf"])
+@pytest.mark.parametrize("name", ["target", "draft", "target.gguf", "draft-f16.gguf"])
 def test_engines_compute_what_float64_says(known: Known, known_folder: Path, name: str) -> None:
     model = known.target if name.startswith("target") else known.draft
     text = texts(known, 1, 37)
