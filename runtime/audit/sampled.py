@@ -97,7 +97,7 @@ def gather(
 ) -> Samples:
     """As many of the asked texts as the budget allows, with their distributions."""
     answers = budget.ask(engine, asked, together, CHUNK)
-    count, length = len(answers), asked[0].new_tokens if asked else 0
+    count, length = len(answers), asked[0].new_tokens if asked else 1
     tokens = np.zeros((count, length), dtype=np.int64)
     there = np.zeros((count, length), dtype=bool)
     letters = len(LETTERS)
