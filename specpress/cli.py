@@ -30,6 +30,7 @@ COMMANDS = {
     "export": Entry("compress.export.__main__", "app", "Write a run in other engines' formats."),
     "report": Entry("specpress.report", "command", "Show the report of a run."),
     "push": Entry("specpress.push", "command", "Upload a run to the Hugging Face hub, with a model card."),
+    "audit": Entry("runtime.audit.__main__", "app", "Audit an engine whose speculation is called lossless."),
     "models": Entry("runtime.models.__main__", "app", "Show how each architecture of transformers runs here."),
     "prompts": Entry("calib.__main__", "cut_prompts", "Cut prompts out of a text, for bench."),
 }

@@ -31,7 +31,9 @@ from compress.report.schema import (
 from compress.report.scrub import display_name, scrub_command, without_directories, without_paths
 from compress.report.timing import Work
 from runtime import load
+from runtime.audit.certificate import NEW_TOKENS, Certificate, certify
 from runtime.bench.prompts import read_prompts
+from runtime.contract import no_drafts
 from runtime.devices import resolve
 from runtime.formats.schemes import KINDS, SCHEMES
 from runtime.kernels import available
@@ -119,7 +121,7 @@ def _measure(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Reas
         prompts = make_prompts(corpus, compressed, windows, new_tokens, context.seed)
     else:
         prompts, groups = read_file(Path(context.prompts), compressed, new_tokens)
-    timed = speed.not_measured()
+    timed, certificate = speed.not_measured(), {}
     if context.speed:
         schemes = {layer.scheme for layer in facts.layers}
         planes = any(KINDS[SCHEMES[name].kind].has_planes for name in schemes if name in SCHEMES)
@@ -137,6 +139,7 @@ def _measure(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Reas
         timed = speed.measure(task, progress)
         # It holds models.
         del task
+        certificate = {"certificate": _certificate(compressed, draft, prompts, new_tokens)}
     both = [Speculator(model).generate(prompts[:1], new_tokens)[0].text for model in (original, compressed)]
     shown = compressed.tokenizer.decode(prompts[0], skip_special_tokens=True, clean_up_tokenization_spaces=False)
     sample = Sample(prompt=shown, original=both[0], compressed=both[1], new_tokens=new_tokens)
@@ -177,6 +180,7 @@ def _measure(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Reas
         "quality": _quality(facts, comparison, kv_perplexity),
         "speed": measured_speed,
         "lossless": timed.lossless,
+        **certificate,
         "sample": sample,
         "exports": [without_paths(entry, paths) for entry in exported],
     }
@@ -249,6 +253,13 @@ def read_file(path: Path, model: "Model", new_tokens: int) -> tuple[list[list[in
     room = max(1, model.decoder.max_positions - new_tokens)
     tokens = [list(model.tokenizer(prompt.text, verbose=False)["input_ids"])[-room:] for prompt in chosen]
     return tokens, tuple(prompt.group for prompt in chosen) if len(names) > 1 else ()
+
+
+def _certificate(target: "Model", draft: "Model | None", prompts: list[list[int]], new_tokens: int) -> Certificate:
+    """Of the drafters that cost little beside a target of any size: one that looks texts up, and the run's own."""
+    own = ["model"] if draft is not None else ["medusa"] if target.medusa_path is not None else ["suffix"]
+    drafters = [] if no_drafts(target.decoder) else ["lookup", *own]
+    return certify(target, draft, prompts, drafters, min(new_tokens, NEW_TOKENS))
 
 
 def _head(recipe: Recipe) -> str:

@@ -27,6 +27,8 @@ _STATEMENTS = (
     "speed.baselines.*.prompts",
     "speed.baselines.*.new_tokens",
     "speed.baselines.*.warm_up_seconds",
+    "certificate.logits",
+    "certificate.logits_why",
 )
 
 

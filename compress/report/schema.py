@@ -17,6 +17,7 @@ from compress.export import Loss
 from compress.records import ExpertRecord, LeftAlone
 from compress.report.not_measured import reason_for, unexplained
 from compress.report.schema_speed import Lossless, LosslessClass, Speed, Strict
+from runtime.audit.certificate import Certificate
 
 SCHEMA: Final = 2
 
@@ -258,7 +259,7 @@ class Sample(Strict):
 
 
 class Report(Strict):
-    """report.json."""
+    """report.json. `certificate`: where speed was measured; `python -m runtime.audit certificate` repeats it."""
 
     schema_: Literal[2]
     recipe: str
@@ -272,6 +273,7 @@ class Report(Strict):
     quality: Quality
     speed: Speed
     lossless: Lossless
+    certificate: Certificate | None = None
     calibration: Calibration
     left_alone: list[LeftAlone]
     sample: Sample | None

@@ -325,4 +325,7 @@ def lossless(report: Report) -> str:
         f"{found.tokens_compared:,} tokens compared, {found.mismatches:,} "
         f"{'mismatch' if found.mismatches == 1 else 'mismatches'}"
     )
-    return f"Lossless class {_CLASSES[found.class_]}. Counted here ({found.verify}): {counts}."
+    said = f"Lossless class {_CLASSES[found.class_]}. Counted here ({found.verify}): {counts}."
+    if report.certificate is not None:
+        said += " Any machine repeats the report's certificate: python -m runtime.audit certificate."
+    return said

@@ -1,0 +1,1 @@
+"""`python -m runtime.audit`: whether an engine's speculative decoding is lossless, ours or anybody's."""
