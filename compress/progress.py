@@ -34,6 +34,7 @@ _TITLES = {
     "write": "Writing the model",
     "load": "Reading it back",
     "quality": "Measuring quality",
+    "choices": "Choosing next lines",
     "trial": "Trying drafters",
     "speed": "Measuring speed",
     "baselines": "Timing transformers",

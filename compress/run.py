@@ -58,6 +58,9 @@ def main(
     eval_tokens: Annotated[
         int, typer.Option(help="Tokens to measure quality on; 0: measure none.")
     ] = RunContext.eval_tokens,
+    choices: Annotated[
+        int, typer.Option(help="Choices of the next line to measure quality on; 0: none.")
+    ] = RunContext.choices,
     new_tokens: Annotated[int, typer.Option(help="Tokens per prompt when measuring speed.")] = RunContext.new_tokens,
     prompts: Annotated[
         str | None,
@@ -197,8 +200,10 @@ def summary_tables(report: "Report") -> list["Table"]:
 
 def summary_rows(report: "Report") -> list[tuple[str, str]]:
     """Label and text of each line of the summary."""
+    from compress.report.verdict_words import choices, interval, short
     from compress.report.wording import NO_GAIN, megabytes, number, times
 
+    verdict, flips = report.quality.verdict, report.quality.flips
     size, perplexity, speed = report.size, report.quality.perplexity, report.speed
     ways = (speed.original, speed.compressed, speed.speculative)
     sizes = f"{megabytes(size.original_bytes)} -> {megabytes(size.compressed_bytes)}"
@@ -208,6 +213,8 @@ def summary_rows(report: "Report") -> list[tuple[str, str]]:
         ("size", f"{sizes} ({size.ratio:.2f} x smaller)"),
         ("bits per quantised weight", number(size.bits_per_weight, 3)),
         ("perplexity", f"{number(perplexity.original, 3)} -> {number(perplexity.compressed, 3)}"),
+        *([] if verdict is None else [("verdict", f"{short(verdict)} ({interval(verdict)})")]),
+        *([] if flips is None else [("choices of the next line", choices(flips))]),
         (
             "tokens/s: original / compressed / speculative",
             " / ".join(number(way.tokens_per_second if way else None, 1) for way in ways),

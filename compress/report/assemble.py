@@ -11,9 +11,8 @@ from calib.errors import UserError as CorpusError
 from calib.prompts import prompts as cut_prompts
 from calib.windows import Windows
 from compress.context import BASELINES, FIXED_DRAFT_LENGTH, RunContext
-from compress.recipe import Recipe
 from compress.records import RunFacts
-from compress.report import baselines, exports, machine, quality, size, speed
+from compress.report import baselines, exports, kept_quality, machine, quality, size, speed
 from compress.report.files import write_report
 from compress.report.not_measured import NOT_LOADED, Reasons
 from compress.report.pairing import Drafting
@@ -92,26 +91,12 @@ def _measure(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Reas
     original, compressed = models[:2]
     draft = models[2] if len(models) > 2 else None
     progress("load", 1, 1)
-    kind, head = compressed.decoder.kv.kind, _head(context.recipe)
+    kind = compressed.decoder.kv.kind
     few_windows = exports.held_out(windows.evaluation)
-    kv_perplexity = exports_perplexity = None
-    if context.eval_tokens:
-        comparison, unknown = quality.measure(
-            original.decoder,
-            compressed.decoder,
-            windows,
-            context.seed,
-            head=head,
-            on_step=lambda done, total: progress("quality", done, total),
-        )
-        if kind == "float32":
-            unknown["quality.kv_perplexity"] = "the key-value cache is not quantised"
-        else:
-            kv_perplexity = quality.kv_perplexity(compressed.decoder, windows, kind)
-        if facts.exports:
-            exports_perplexity = quality.perplexity(compressed.decoder, few_windows, "the compressed model's logits")
-    else:
-        comparison, unknown = quality.not_measured(windows.length, head)
+    held = kept_quality.measure((original, compressed), windows, kind, context)
+    exports_perplexity = None
+    if context.eval_tokens and facts.exports:
+        exports_perplexity = quality.perplexity(compressed.decoder, few_windows, "the compressed model's logits")
     # At most half of the fewest positions of any of the models.
     new_tokens = max(1, min(context.new_tokens, *(model.decoder.max_positions // 2 for model in models)))
     groups: tuple[str, ...] = ()
@@ -174,13 +159,15 @@ def _measure(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Reas
     sections = {
         "machine": described_machine,
         "size": measured_size,
-        "quality": _quality(facts, comparison, kv_perplexity),
+        "quality": _quality(facts, held.comparison, held.kv_perplexity),
         "speed": measured_speed,
         "lossless": timed.lossless,
         "sample": sample,
         "exports": [without_paths(entry, paths) for entry in exported],
     }
-    return sections, missing | timed.not_measured | without_paths(without_figures, paths) | without_size | unknown
+    return sections, missing | timed.not_measured | without_paths(
+        without_figures, paths
+    ) | without_size | held.not_measured
 
 
 def _unloaded(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Reasons]:
@@ -189,7 +176,7 @@ def _unloaded(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Rea
     device = resolve(context.device)
     kernels = next(kernel.name for kernel in available(str(device)) if kernel.usable)
     exported, without_figures = exports.not_measured(facts.exports, NOT_LOADED)
-    comparison, unknown = quality.not_measured(context.seq_len, _head(context.recipe))
+    comparison, unknown = quality.not_measured(context.seq_len, kept_quality.head(context.recipe))
     measured_size, without_size = size.measure(facts, None, device)
     sections = {
         "machine": machine.describe(device, kernels),
@@ -249,10 +236,6 @@ def read_file(path: Path, model: "Model", new_tokens: int) -> tuple[list[list[in
     room = max(1, model.decoder.max_positions - new_tokens)
     tokens = [list(model.tokenizer(prompt.text, verbose=False)["input_ids"])[-room:] for prompt in chosen]
     return tokens, tuple(prompt.group for prompt in chosen) if len(names) > 1 else ()
-
-
-def _head(recipe: Recipe) -> str:
-    return "keep" if recipe.quantize is None else recipe.quantize.head
 
 
 def _calibration(given: dict[str, Any]) -> tuple[Calibration, Reasons]:
