@@ -35,6 +35,7 @@ _TITLES = {
     "load": "Reading it back",
     "quality": "Measuring quality",
     "choices": "Choosing next lines",
+    "tasks": "Running tasks",
     "trial": "Trying drafters",
     "speed": "Measuring speed",
     "baselines": "Timing transformers",

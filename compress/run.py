@@ -61,6 +61,10 @@ def main(
     choices: Annotated[
         int, typer.Option(help="Choices of the next line to measure quality on; 0: none.")
     ] = RunContext.choices,
+    tasks: Annotated[str, typer.Option(help="Tasks of lm-eval for both models, by commas (extra eval).")] = "",
+    task_folder: Annotated[
+        str | None, typer.Option(help="Folder with task YAML files of your own.", show_default="lm-eval's tasks alone")
+    ] = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens per prompt when measuring speed.")] = RunContext.new_tokens,
     prompts: Annotated[
         str | None,
@@ -151,6 +155,7 @@ def context_of(recipe: "Recipe", export: str, memory_budget: str | None, no_spee
     from compress.pipeline.forecast import parse_size
 
     options["export"] = tuple(names_in(export))
+    options["tasks"] = tuple(name.strip() for name in options["tasks"].split(",") if name.strip())
     options["memory_budget"] = None if memory_budget is None else parse_size(memory_budget)
     return RunContext.of(recipe, speed=not no_speed, **options)
 
@@ -165,7 +170,7 @@ def command_line(recipe: str, context: RunContext) -> str:
         if name == "speed":
             words.append("--no-speed")
         else:
-            shown = ",".join(value) if name == "export" else _shown(value)
+            shown = ",".join(value) if isinstance(value, tuple) else _shown(value)
             words += ["--" + name.replace("_", "-"), shown]
     return shlex.join(words)
 

@@ -65,6 +65,25 @@ class Flips(Strict):
     power: float
 
 
+class TaskFigures(Strict):
+    """One metric of one of lm-eval's tasks by both models, on the same samples.
+
+    error      standard error of the original's figure, as lm-eval gives it; null where it gives none.
+    lost, won  samples that only the original, and only the compressed model, gets right, and McNemar's exact test of
+               them; null for a metric that is not right or wrong.
+    """
+
+    task: str
+    metric: str
+    samples: int
+    original: float
+    compressed: float
+    error: float | None
+    lost: int | None
+    won: int | None
+    p_value: float | None
+
+
 class Verdict(Strict):
     """Whether the compressed model predicts the text worse than the original does.
 

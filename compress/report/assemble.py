@@ -1,5 +1,6 @@
 """Puts the report together: loads both models from disk, measures, writes report.json, report.md and report.html."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from calib.errors import UserError as CorpusError
 from calib.prompts import prompts as cut_prompts
 from calib.windows import Windows
 from compress.context import BASELINES, FIXED_DRAFT_LENGTH, RunContext
+from compress.quality.figures import TaskFigures
 from compress.records import RunFacts
 from compress.report import baselines, exports, kept_quality, machine, quality, size, speed
 from compress.report.files import write_report
@@ -61,7 +63,9 @@ def make_report(facts: RunFacts, context: RunContext) -> Report:
         **{name: getattr(context, name) for name in _ASKED},
     )
     # Models larger than memory can be compressed, but not be measured here.
-    sections, missing = (_measure if context.eval_tokens or context.speed else _unloaded)(facts, context)
+    sections, missing = (_measure if context.eval_tokens or context.speed or context.tasks else _unloaded)(
+        facts, context
+    )
     calibration, uncalibrated = _calibration(facts.calibration)
     report = Report(
         schema_=SCHEMA,
@@ -159,7 +163,7 @@ def _measure(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Reas
     sections = {
         "machine": described_machine,
         "size": measured_size,
-        "quality": _quality(facts, held.comparison, held.kv_perplexity),
+        "quality": _quality(facts, held.comparison, held.kv_perplexity, held.tasks),
         "speed": measured_speed,
         "lossless": timed.lossless,
         "sample": sample,
@@ -190,12 +194,15 @@ def _unloaded(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Rea
     return sections, {**timed.not_measured, "sample": NOT_LOADED, **without_figures, **without_size, **unknown}
 
 
-def _quality(facts: RunFacts, comparison: Comparison, kv_perplexity: float | None) -> Quality:
+def _quality(
+    facts: RunFacts, comparison: Comparison, kv_perplexity: float | None, tasks: Sequence[TaskFigures] = ()
+) -> Quality:
     corpus = facts.text.corpus
     return Quality(
         corpus=CorpusInfo(name=corpus.name, sha256=corpus.sha256, python=corpus.python),
         **dict(comparison),
         kv_perplexity=kv_perplexity,
+        tasks=list(tasks),
         # Figures that a layer's method does not measure are left out.
         layers=[
             LayerError(**{name: value for name in _LAYER_FIGURES if (value := getattr(layer, name)) is not None})

@@ -3,6 +3,7 @@ next line, and the verdict on all of them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,7 @@ from calib.windows import Windows
 from compress.context import RunContext
 from compress.quality import scoring
 from compress.quality.choices import line_breaks, make_choices
-from compress.quality.figures import Flips
+from compress.quality.figures import Flips, TaskFigures
 from compress.quality.flips import flips, lengths
 from compress.quality.paired import paired
 from compress.quality.verdict import judge
@@ -37,6 +38,7 @@ class KeptQuality:
 
     comparison: Comparison
     kv_perplexity: float | None
+    tasks: list[TaskFigures]
     not_measured: Reasons
 
 
@@ -47,7 +49,7 @@ def measure(models: "tuple[Model, Model]", windows: Windows, kind: CacheKind, co
     """
     if not context.eval_tokens:
         nothing, missing = quality.not_measured(windows.length, head(context.recipe))
-        return KeptQuality(nothing, None, missing)
+        return KeptQuality(nothing, None, run_tasks(models, kind, context), missing)
     original, compressed = models
     progress, decoders = context.progress, (original.decoder, compressed.decoder)
     scores = quality.score(*decoders, windows, on_step=lambda done, total: progress("quality", done, total))
@@ -73,7 +75,21 @@ def measure(models: "tuple[Model, Model]", windows: Windows, kind: CacheKind, co
         verdict = judge(paired(after - before, windows.evaluation_documents.numpy(), tokens), flipped)
     else:
         missing["quality.verdict"] = "one window tells no spread: evaluate more tokens"
-    return KeptQuality(comparison.model_copy(update={"flips": flipped, "verdict": verdict}), kv_perplexity, missing)
+    comparison = comparison.model_copy(update={"flips": flipped, "verdict": verdict})
+    return KeptQuality(comparison, kv_perplexity, run_tasks(models, kind, context), missing)
+
+
+def run_tasks(models: "tuple[Model, Model]", kind: CacheKind, context: RunContext) -> list[TaskFigures]:
+    """The tasks that were asked for."""
+    if not context.tasks:
+        return []
+    from compress.tasks.evaluate import evaluate
+
+    context.progress("tasks", 0, 1)
+    folder = None if context.task_folder is None else Path(context.task_folder)
+    found = evaluate(models, ("float32", kind), context.tasks, folder)
+    context.progress("tasks", 1, 1)
+    return found
 
 
 def choose(models: "tuple[Model, Model]", windows: Windows, kind: CacheKind, context: RunContext) -> Flips | str:

@@ -23,6 +23,7 @@ _STATEMENTS = (
     "quality.verdict.needs_choices",
     "exports.*.worst",
     "quality.layers.*.output_error",
+    "quality.tasks.*.*",
     "quality.layers.*.damping",
     "speed.pairings.*.*",
     "speed.baselines.*.why",

@@ -6,7 +6,8 @@ figure's dotted path to the reason (not_measured.py). No null is without a reaso
 Of schema 2 are speed.pairings, speed.fastest_drafter and speed.mean_draft_length, and asked.drafter; speed.drafter is
 who was fastest, plain decoding ("none") included. What schema 1 had is still there, of the fastest drafter.
 
-Of schema 3 are the rest of quality.kl_divergence, and quality.token_statistics, quality.flips, quality.verdict. Reports
+Of schema 3 are the rest of quality.kl_divergence, and quality.token_statistics, quality.flips, quality.verdict,
+quality.tasks. Reports
 of schema 2 are read as well.
 
 Units: bytes, milliseconds, tokens per second, joules; shares and ratios are plain numbers.
@@ -17,7 +18,7 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from compress.export import Loss
-from compress.quality.figures import Divergence, Flips, TokenStatistics, Verdict
+from compress.quality.figures import Divergence, Flips, TaskFigures, TokenStatistics, Verdict
 from compress.records import ExpertRecord, LeftAlone, Strict
 from compress.report.not_measured import reason_for, unexplained
 from compress.report.schema_speed import Lossless, LosslessClass, Speed
@@ -161,6 +162,7 @@ class Quality(Comparison, _OnCorpus):  # the corpus is written first
 
     kv_perplexity: float | None
     layers: list[LayerError]
+    tasks: list[TaskFigures] = Field(default_factory=list)
 
 
 class TrainingText(BaseModel):
