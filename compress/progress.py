@@ -35,6 +35,7 @@ _TITLES = {
     "load": "Reading it back",
     "quality": "Measuring quality",
     "choices": "Choosing next lines",
+    "long": "Reading long contexts",
     "tasks": "Running tasks",
     "trial": "Trying drafters",
     "speed": "Measuring speed",

@@ -61,6 +61,9 @@ def main(
     choices: Annotated[
         int, typer.Option(help="Choices of the next line to measure quality on; 0: none.")
     ] = RunContext.choices,
+    long_context: Annotated[
+        int, typer.Option(help="Tokens of long contexts to measure quality on, at most the models'; 0: none.")
+    ] = RunContext.long_context,
     tasks: Annotated[str, typer.Option(help="Tasks of lm-eval for both models, by commas (extra eval).")] = "",
     task_folder: Annotated[
         str | None, typer.Option(help="Folder with task YAML files of your own.", show_default="lm-eval's tasks alone")

@@ -84,6 +84,43 @@ class TaskFigures(Strict):
     p_value: float | None
 
 
+class PositionBucket(Strict):
+    """Perplexity of the tokens that stand at positions `first` to `last` of their windows."""
+
+    first: int
+    last: int
+    tokens: int
+    perplexity: float
+
+
+class Needles(Strict):
+    """Values found again in texts of `length` tokens, from `depth` of the text; log-likelihood in nats a token."""
+
+    length: int
+    depth: float
+    tries: int
+    found: int
+    log_likelihood: float
+
+
+class LongContextRow(Strict):
+    """One model through one kind of cache; `why` it was not run, and null where it was."""
+
+    model: str
+    cache: str
+    buckets: list[PositionBucket]
+    needles: list[Needles]
+    why: str | None = None
+
+
+class LongContext(Strict):
+    """Both models on `windows` windows of `length` tokens."""
+
+    length: int
+    windows: int
+    rows: list[LongContextRow]
+
+
 class Verdict(Strict):
     """Whether the compressed model predicts the text worse than the original does.
 

@@ -1,6 +1,5 @@
 """Puts the report together: loads both models from disk, measures, writes report.json, report.md and report.html."""
 
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,6 @@ from calib.errors import UserError as CorpusError
 from calib.prompts import prompts as cut_prompts
 from calib.windows import Windows
 from compress.context import BASELINES, FIXED_DRAFT_LENGTH, RunContext
-from compress.quality.figures import TaskFigures
 from compress.records import RunFacts
 from compress.report import baselines, exports, kept_quality, machine, quality, size, speed
 from compress.report.files import write_report
@@ -63,9 +61,9 @@ def make_report(facts: RunFacts, context: RunContext) -> Report:
         **{name: getattr(context, name) for name in _ASKED},
     )
     # Models larger than memory can be compressed, but not be measured here.
-    sections, missing = (_measure if context.eval_tokens or context.speed or context.tasks else _unloaded)(
-        facts, context
-    )
+    sections, missing = (
+        _measure if context.eval_tokens or context.speed or context.tasks or context.long_context else _unloaded
+    )(facts, context)
     calibration, uncalibrated = _calibration(facts.calibration)
     report = Report(
         schema_=SCHEMA,
@@ -97,7 +95,7 @@ def _measure(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Reas
     progress("load", 1, 1)
     kind = compressed.decoder.kv.kind
     few_windows = exports.held_out(windows.evaluation)
-    held = kept_quality.measure((original, compressed), windows, kind, context)
+    held = kept_quality.measure((original, compressed), facts.text, kind, context)
     exports_perplexity = None
     if context.eval_tokens and facts.exports:
         exports_perplexity = quality.perplexity(compressed.decoder, few_windows, "the compressed model's logits")
@@ -163,7 +161,7 @@ def _measure(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Reas
     sections = {
         "machine": described_machine,
         "size": measured_size,
-        "quality": _quality(facts, held.comparison, held.kv_perplexity, held.tasks),
+        "quality": _quality(facts, held.comparison, held),
         "speed": measured_speed,
         "lossless": timed.lossless,
         "sample": sample,
@@ -185,7 +183,7 @@ def _unloaded(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Rea
     sections = {
         "machine": machine.describe(device, kernels),
         "size": measured_size,
-        "quality": _quality(facts, comparison, None),
+        "quality": _quality(facts, comparison),
         "speed": timed.speed,
         "lossless": timed.lossless,
         "sample": None,
@@ -194,15 +192,14 @@ def _unloaded(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Rea
     return sections, {**timed.not_measured, "sample": NOT_LOADED, **without_figures, **without_size, **unknown}
 
 
-def _quality(
-    facts: RunFacts, comparison: Comparison, kv_perplexity: float | None, tasks: Sequence[TaskFigures] = ()
-) -> Quality:
+def _quality(facts: RunFacts, comparison: Comparison, held: kept_quality.KeptQuality | None = None) -> Quality:
     corpus = facts.text.corpus
     return Quality(
         corpus=CorpusInfo(name=corpus.name, sha256=corpus.sha256, python=corpus.python),
         **dict(comparison),
-        kv_perplexity=kv_perplexity,
-        tasks=list(tasks),
+        kv_perplexity=None if held is None else held.kv_perplexity,
+        tasks=[] if held is None else held.tasks,
+        long_context=None if held is None else held.long_context,
         # Figures that a layer's method does not measure are left out.
         layers=[
             LayerError(**{name: value for name in _LAYER_FIGURES if (value := getattr(layer, name)) is not None})

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from calib.training_text import Measured
 from calib.windows import Windows
 from compress.context import RunContext
-from compress.quality import scoring
+from compress.quality import long_context, scoring
 from compress.quality.choices import line_breaks, make_choices
-from compress.quality.figures import Flips, TaskFigures
+from compress.quality.figures import Flips, LongContext, TaskFigures
 from compress.quality.flips import flips, lengths
 from compress.quality.paired import paired
 from compress.quality.verdict import judge
@@ -39,17 +40,19 @@ class KeptQuality:
     comparison: Comparison
     kv_perplexity: float | None
     tasks: list[TaskFigures]
+    long_context: LongContext | None
     not_measured: Reasons
 
 
-def measure(models: "tuple[Model, Model]", windows: Windows, kind: CacheKind, context: RunContext) -> KeptQuality:
+def measure(models: "tuple[Model, Model]", text: Measured, kind: CacheKind, context: RunContext) -> KeptQuality:
     """Of the original and the compressed model; `kind` is the cache that the compressed one runs with.
 
     `context.progress` is told of the stages "quality" and "choices". Raises UserError as `quality.measure` does.
     """
+    windows = text.windows
     if not context.eval_tokens:
         nothing, missing = quality.not_measured(windows.length, head(context.recipe))
-        return KeptQuality(nothing, None, run_tasks(models, kind, context), missing)
+        return KeptQuality(nothing, None, run_tasks(models, kind, context), long(models, text, context), missing)
     original, compressed = models
     progress, decoders = context.progress, (original.decoder, compressed.decoder)
     scores = quality.score(*decoders, windows, on_step=lambda done, total: progress("quality", done, total))
@@ -76,7 +79,21 @@ def measure(models: "tuple[Model, Model]", windows: Windows, kind: CacheKind, co
     else:
         missing["quality.verdict"] = "one window tells no spread: evaluate more tokens"
     comparison = comparison.model_copy(update={"flips": flipped, "verdict": verdict})
-    return KeptQuality(comparison, kv_perplexity, run_tasks(models, kind, context), missing)
+    tasks, contexts = run_tasks(models, kind, context), long(models, text, context)
+    return KeptQuality(comparison, kv_perplexity, tasks, contexts, missing)
+
+
+def long(models: "tuple[Model, Model]", text: Measured, context: RunContext) -> LongContext | None:
+    """Long contexts, where they were asked for, through every kind of cache."""
+    if not context.long_context:
+        return None
+    length = min(context.long_context, *(model.decoder.max_positions for model in models))
+    windows = long_context.long_windows(text.corpus, text.tokenizer, length, context.seed, text.separator)
+    needles = long_context.make_needles(windows, text.tokenizer, context.seed)
+    original, compressed = (model.decoder for model in models)
+    return long_context.measure(
+        original, compressed, windows, needles, on_step=lambda done, total: context.progress("long", done, total)
+    )
 
 
 def run_tasks(models: "tuple[Model, Model]", kind: CacheKind, context: RunContext) -> list[TaskFigures]:

@@ -24,6 +24,8 @@ _STATEMENTS = (
     "exports.*.worst",
     "quality.layers.*.output_error",
     "quality.tasks.*.*",
+    "quality.long_context",
+    "quality.long_context.rows.*.why",
     "quality.layers.*.damping",
     "speed.pairings.*.*",
     "speed.baselines.*.why",

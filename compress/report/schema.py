@@ -7,7 +7,7 @@ Of schema 2 are speed.pairings, speed.fastest_drafter and speed.mean_draft_lengt
 who was fastest, plain decoding ("none") included. What schema 1 had is still there, of the fastest drafter.
 
 Of schema 3 are the rest of quality.kl_divergence, and quality.token_statistics, quality.flips, quality.verdict,
-quality.tasks. Reports
+quality.tasks, quality.long_context (null: not asked for). Reports
 of schema 2 are read as well.
 
 Units: bytes, milliseconds, tokens per second, joules; shares and ratios are plain numbers.
@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from compress.export import Loss
-from compress.quality.figures import Divergence, Flips, TaskFigures, TokenStatistics, Verdict
+from compress.quality.figures import Divergence, Flips, LongContext, TaskFigures, TokenStatistics, Verdict
 from compress.records import ExpertRecord, LeftAlone, Strict
 from compress.report.not_measured import reason_for, unexplained
 from compress.report.schema_speed import Lossless, LosslessClass, Speed
@@ -163,6 +163,7 @@ class Quality(Comparison, _OnCorpus):  # the corpus is written first
     kv_perplexity: float | None
     layers: list[LayerError]
     tasks: list[TaskFigures] = Field(default_factory=list)
+    long_context: LongContext | None = None
 
 
 class TrainingText(BaseModel):

@@ -4,9 +4,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from compress.quality.figures import Flips, TaskFigures
+from compress.quality.figures import Flips
 from compress.records import ExpertRecord
 from compress.report.schema import Calibration, ExportEntry, ExportFigures, Quality, Report, Size
+from compress.report.sections_quality import long_contexts, tasks
 from compress.report.sections_speed import Row, Section, Table, acceptance, speed
 from compress.report.wording import NOT_MEASURED, megabytes, number, percent, times
 
@@ -57,7 +58,9 @@ def measured(report: Report) -> list[Section]:
     if report.speed.pairings:
         out.append(acceptance(report))
     if report.quality.tasks:
-        out.append(_tasks(report.quality.tasks))
+        out.append(tasks(report.quality.tasks))
+    if report.quality.long_context is not None:
+        out.append(long_contexts(report.quality.long_context))
     if report.calibration.experts:
         out.append(_experts(report.calibration.experts))
     if report.calibration.trained:
@@ -120,22 +123,6 @@ def _quality(quality: Quality) -> Section:
         others += _choice_rows(quality.flips)
     tables = [Table(("", "original", "compressed"), rows), Table(("", ""), others)]
     return Section("Quality", "quality", "Perplexities with intervals, and the change in percent", text, tables)
-
-
-def _tasks(tasks: Sequence[TaskFigures]) -> Section:
-    rows: list[Row] = []
-    for one in tasks:
-        error = "" if one.error is None else f" ± {one.error:.4f}"
-        flips = "–" if one.lost is None or one.won is None else f"{one.lost:,} / {one.won:,}"
-        figures = (
-            f"{one.original:.4f}{error}",
-            f"{one.compressed:.4f}",
-            flips,
-            "–" if one.p_value is None else number(one.p_value, 3),
-        )
-        rows.append((one.task, one.metric, f"{one.samples:,}", *figures))
-    headers = ("task", "metric", "samples", "original", "compressed", "lost / won", "McNemar's exact p")
-    return Section("Tasks", "", "", ["Tasks of lm-eval on both models, through the runtime."], [Table(headers, rows)])
 
 
 def _token_rows(quality: Quality) -> list[Row]:
