@@ -68,11 +68,13 @@ def _print(found: "LongContext") -> None:
     for row in found.rows:
         name = f"{row.model}, {row.cache}"
         if row.why is not None:
-            tables[0].add_row(name, row.why)
             continue
         tables[0].add_row(name, *(f"{one.perplexity:.3f}" for one in row.buckets))
         tables[1].add_row(name, *(f"{one.found}/{one.tries}" for one in row.needles))
     Console(file=sys.stdout, width=None if sys.stdout.isatty() else 140).print(*tables)
+    for row in found.rows:
+        if row.why is not None:
+            typer.echo(f"{row.model}, {row.cache}: not run: {row.why}")
 
 
 if __name__ == "__main__":
