@@ -129,7 +129,7 @@ def _edges(length: int) -> Iterator[int]:
 
 
 def make_needles(windows: Tensor, tokenizer: "PreTrainedTokenizerBase", seed: int, tries: int = _TRIES) -> list[Needle]:
-    """Needles in windows (E, L) int64: at three depths of texts of L, L / 2 and L / 4 tokens, the question included.
+    """Needles in windows (E, L) int64: at three depths of texts of L / 4, L / 2 and L tokens, the question included.
 
     Raises UserError where the shortest text has no room for a needle.
     """

@@ -139,8 +139,11 @@ def _token_rows(quality: Quality) -> list[Row]:
         ("KL, median", number(kl.median, 5, " nats")),
         ("KL, 99 %, 99.9 %, most", " / ".join(number(one, 4) for one in (kl.p99, kl.p999, kl.max))),
         ("perplexity ratio", f"{found.perplexity_ratio.value:.5f} ± {found.perplexity_ratio.error:.5f}"),
-        ("Δp of the text's token, RMS", f"{100 * found.delta_p_rms.value:.3f} ± {100 * found.delta_p_rms.error:.3f} %"),
-        ("same most probable token", f"{100 * found.same_top.value:.2f} ± {100 * found.same_top.error:.2f} %"),
+        (
+            "Δp of the text's token, RMS",
+            f"{percent(found.delta_p_rms.value, 2)} ± {percent(found.delta_p_rms.error, 2)}",
+        ),
+        ("same most probable token", f"{percent(found.same_top.value, 2)} ± {percent(found.same_top.error, 2)}"),
     ]
 
 

@@ -35,7 +35,7 @@ def test_perplexity_by_position_is_that_of_one_forward(tiny: Callable[..., Path]
 def test_needles_are_texts_that_end_with_their_question(tiny: Callable[..., Path]) -> None:
     tokenizer, text = load(tiny("llama")).tokenizer, windows(length=400)
     found = make_needles(text, tokenizer, seed=3, tries=2)
-    assert [one.length for one in found] == [400] * 6 + [200] * 6 + [100] * 6
+    assert [one.length for one in found] == [100] * 6 + [200] * 6 + [400] * 6
     for one in found:
         assert len(one.tokens) == one.length
         line = tokenizer.decode(one.tokens[-20:]).rsplit("\n", 1)[1]
