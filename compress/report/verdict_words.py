@@ -19,6 +19,12 @@ def short(found: Verdict | None) -> str:
     return f"{found.call} at choices"
 
 
+def caption(found: Verdict) -> str:
+    """`short`, for a place where the call and the change of perplexity stand already."""
+    said = "losses" in found.by and found.call in ("better", "worse") and not found.within_margin
+    return "" if said else f"{short(found)}; "
+
+
 def interval(found: Verdict) -> str:
     """The 95 % interval of the change of perplexity: -0.10 to +2.30 %."""
     low, high = (100 * bound for bound in found.ci95)

@@ -104,7 +104,7 @@ def _quality(report: Report) -> Headline:
     verdict = report.quality.verdict
     if verdict is not None:
         caption = (
-            f"{verdict_words.short(verdict)}; {caption}; 95 % interval of the change {verdict_words.interval(verdict)}"
+            f"{verdict_words.caption(verdict)}{caption}; 95 % interval of the change {verdict_words.interval(verdict)}"
         )
     elif found.ci95 is not None:
         caption += f"; 95 % interval of the change {change_interval(found.ci95)}"

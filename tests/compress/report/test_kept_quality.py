@@ -123,5 +123,7 @@ def verdict(**changes: object) -> Verdict:
 )
 def test_the_verdict_in_words(changes: dict[str, object], words: str) -> None:
     assert verdict_words.short(verdict(**changes)) == words
+    quiet = changes.get("call", "worse") in ("better", "worse") and words[-2:] == " %"
+    assert verdict_words.caption(verdict(**changes)) == ("" if quiet else f"{words}; ")
     assert verdict_words.interval(verdict()) == "+0.56 to +1.51 %"
     assert verdict_words.short(None) == "not measured"
