@@ -85,7 +85,7 @@ def test_planted_growth_of_perplexity_is_called_at_the_stated_power(points: floa
 def test_planted_loss_of_choices_is_called_at_the_stated_power(points: float) -> None:
     loss = points / 100
     discordant = min(
-        (float(one) for one in np.linspace(loss, 0.3, 120)),
+        (float(one) for one in np.geomspace(1.02 * loss, 8 * loss, 60)),
         key=lambda one: abs(mcnemar.power(PAIRS, one, loss, LEVEL) - POWER),
     )
     assert mcnemar.smallest_loss(PAIRS, discordant, LEVEL, POWER) == pytest.approx(loss, abs=1.5 / PAIRS)
@@ -104,7 +104,7 @@ def test_equal_models_are_called_worse_at_most_as_often_as_the_level_says(points
 @pytest.mark.slow
 def test_equal_models_are_called_the_same_with_the_tokens_that_were_asked_for() -> None:
     chooser = np.random.default_rng(4)
-    unsure = judge(paired(losses(chooser, 0.0, 0.008, 40), np.arange(40), TOKENS), None)
+    unsure = judge(paired(exact(0.0, 0.008), np.arange(40), TOKENS), None)
     assert unsure.call == "cannot tell" and unsure.needs_tokens is not None
     same = 0
     for _ in range(200):
