@@ -128,7 +128,7 @@ SOAK ?= 1800
 soak: .venv/installed
 	$(BIN)/python -m tests.soak --seconds $(SOAK)
 
-# llama.cpp's server, for examples/compare/serving.py: from the source distribution of llama-cpp-python, which holds it.
+# llama.cpp's server and llama-perplexity, for examples/compare/serving.py and examples/llama_perplexity.py: from the source distribution of llama-cpp-python, which holds it.
 LLAMA_CPP_PYTHON ?= llama-cpp-python==0.3.36
 llama-server: .peers/llama-server
 
@@ -140,7 +140,8 @@ llama-server: .peers/llama-server
 	cmake -S .peers/source/vendor/llama.cpp -B .peers/build -DCMAKE_BUILD_TYPE=Release $(PEERS_CMAKE) \
 		-DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF \
 		-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=ON
-	cmake --build .peers/build --target llama-server --parallel $(shell getconf _NPROCESSORS_ONLN)
+	cmake --build .peers/build --target llama-server llama-perplexity --parallel $(shell getconf _NPROCESSORS_ONLN)
+	cp .peers/build/bin/llama-perplexity .peers/
 	cp .peers/build/bin/llama-server $@
 
 clean:

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +23,8 @@ _LARGE_SHARE = 1 / 8
 # … and leaves calibration half of the text. None of this looks at calibration's wishes, so that every recipe is
 # evaluated on the same windows.
 _EVALUATION_SHARE = 1 / 2
+# Windows that are drawn beside each of evaluation's, of the same documents.
+_FURTHER = 4
 # A document is read no further than a part could use: hardly any tokenizer takes more characters for a token.
 _CHARACTERS_PER_TOKEN = 32
 
@@ -35,6 +37,9 @@ class Windows:
     evaluation        (E, length) int64; every token but a window's first is predicted.
     evaluation_bytes  (E,) int64: UTF-8 bytes of the text that the window's predicted tokens stand for. A separator
                       stands for none.
+    evaluation_documents  (E,) int64: which document each evaluation window is of; empty: not known.
+    further           (F, length) int64: more windows of evaluation's documents, at most four for each of evaluation's,
+                      which neither part holds; further_documents (F,) as above.
     unread, runs      what is left for training: the texts that neither part read, and the runs of tokens (separators
                       included) of calibration's part that lie outside of its windows. Documents that evaluation takes
                       windows from are left out whole.
@@ -45,6 +50,9 @@ class Windows:
     evaluation_bytes: Tensor
     unread: tuple[str, ...] = ()
     runs: tuple[Ints, ...] = ()
+    evaluation_documents: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    further: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int64))
+    further_documents: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
     @property
     def length(self) -> int:
@@ -97,15 +105,26 @@ def make_windows(
             )
     calibration_starts = packer.starts(before, calibration, random.Random(f"{seed} calibration"))
     calibration_windows, _ = packer.cut(before, calibration_starts)
-    starts = packer.starts(after, wanted, random.Random(f"{seed} evaluation"))
-    evaluation_windows, evaluation_bytes = packer.cut(after, starts)
+    starts = packer.starts(after, wanted * (1 + _FURTHER), random.Random(f"{seed} evaluation"))
+    documents = packer.documents(after, starts)
+    evaluation_windows, evaluation_bytes = packer.cut(after, starts[:wanted])
+    further, _ = packer.cut(after, starts[wanted:])
     taken = np.zeros(len(before.tokens), dtype=bool)
     for start in calibration_starts:
         taken[start : start + packer.body] = True
     runs = np.split(before.tokens, np.flatnonzero(np.diff(taken)) + 1)
     # Runs that were taken and runs that were not take turns.
     left = tuple(run for run in runs[int(taken[:1].any()) :: 2] if len(run))
-    return Windows(calibration_windows, evaluation_windows, evaluation_bytes, tuple(unread), left)
+    return Windows(
+        calibration_windows,
+        evaluation_windows,
+        evaluation_bytes,
+        tuple(unread),
+        left,
+        documents[:wanted],
+        further,
+        documents[wanted:],
+    )
 
 
 @dataclass(frozen=True)
@@ -154,6 +173,10 @@ class _Packer:
         windows = torch.tensor(rows, dtype=torch.int64).reshape(len(rows), self.length)
         return windows, torch.tensor(sizes, dtype=torch.int64)
 
+    def documents(self, part: _Packed, starts: Sequence[int]) -> Tensor:
+        """The document (n,) of each of the windows that begin there: that of its middle token."""
+        return torch.from_numpy(part.document[np.array(starts, np.int64) + self.body // 2])
+
     def starts(self, part: _Packed, count: int, chooser: random.Random) -> list[int]:
         """Where at most `count` windows begin in the part's stream, one document after the other in turn.
 
@@ -162,8 +185,8 @@ class _Packer:
         offset = chooser.randint(0, len(part.tokens) - part.windows * self.body) if part.windows else 0
         owners: dict[int, list[int]] = {}
         for window in range(part.windows):
-            middle = offset + window * self.body + self.body // 2
-            owners.setdefault(int(part.document[middle]), []).append(offset + window * self.body)
+            start = offset + window * self.body
+            owners.setdefault(int(part.document[start + self.body // 2]), []).append(start)
         queues = list(owners.values())
         chooser.shuffle(queues)
         for queue in queues:

@@ -36,6 +36,9 @@ class RunContext:
     calib           text to calibrate and measure on, as calib.corpora.load takes it.
     samples         calibration windows of `seq_len` tokens.
     eval_tokens     tokens to measure quality on; 0: none is measured.
+    choices         choices of the next line to measure quality on, one for eight of those tokens at most; 0: none.
+    long_context    tokens of long contexts to measure quality on, at most what the models hold; 0: none.
+    tasks           tasks of lm-eval to run on both models; task_folder: with the YAML files of one's own.
     new_tokens      tokens for each prompt that speed is measured on.
     prompts         a file of prompts to measure speed on, as runtime.bench.prompts reads it; None: of the text.
     drafter         the only drafter whose speed is measured, by its name; None: all that the run has.
@@ -62,6 +65,10 @@ class RunContext:
     samples: int = _number(16, 1, 100_000)
     seq_len: int = _number(512, 8, 131_072)
     eval_tokens: int = _number(16_384, 0, 100_000_000)
+    choices: int = _number(2000, 0, 1_000_000)
+    long_context: int = _number(0, 0, 10_000_000)
+    tasks: tuple[str, ...] = ()
+    task_folder: str | None = None
     new_tokens: int = _number(64, 1, 100_000)
     prompts: str | None = None
     drafter: str | None = None

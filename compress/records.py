@@ -1,10 +1,26 @@
-"""What the pipeline hands to the report besides the run's context: what was done, where it lies."""
+"""What the pipeline hands to the report besides the run's context: what was done, where it lies. And what all objects
+of the report have in common."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict
+
 from calib.training_text import Measured
+
+
+class Strict(BaseModel):
+    """Frozen, without unknown keys and without NaN. Every key must be there: null is said, not left out."""
+
+    # Fields are written in the order in which a class names them; `class_` and `schema_` without their underscores.
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        alias_generator=lambda name: name.rstrip("_"),
+        populate_by_name=True,
+    )
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,16 @@ def main(
     eval_tokens: Annotated[
         int, typer.Option(help="Tokens to measure quality on; 0: measure none.")
     ] = RunContext.eval_tokens,
+    choices: Annotated[
+        int, typer.Option(help="Choices of the next line to measure quality on; 0: none.")
+    ] = RunContext.choices,
+    long_context: Annotated[
+        int, typer.Option(help="Tokens of long contexts to measure quality on, at most the models'; 0: none.")
+    ] = RunContext.long_context,
+    tasks: Annotated[str, typer.Option(help="Tasks of lm-eval for both models, by commas (extra eval).")] = "",
+    task_folder: Annotated[
+        str | None, typer.Option(help="Folder with task YAML files of your own.", show_default="lm-eval's tasks alone")
+    ] = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens per prompt when measuring speed.")] = RunContext.new_tokens,
     prompts: Annotated[
         str | None,
@@ -148,6 +158,7 @@ def context_of(recipe: "Recipe", export: str, memory_budget: str | None, no_spee
     from compress.pipeline.forecast import parse_size
 
     options["export"] = tuple(names_in(export))
+    options["tasks"] = tuple(name.strip() for name in options["tasks"].split(",") if name.strip())
     options["memory_budget"] = None if memory_budget is None else parse_size(memory_budget)
     return RunContext.of(recipe, speed=not no_speed, **options)
 
@@ -162,7 +173,7 @@ def command_line(recipe: str, context: RunContext) -> str:
         if name == "speed":
             words.append("--no-speed")
         else:
-            shown = ",".join(value) if name == "export" else _shown(value)
+            shown = ",".join(value) if isinstance(value, tuple) else _shown(value)
             words += ["--" + name.replace("_", "-"), shown]
     return shlex.join(words)
 
@@ -197,8 +208,10 @@ def summary_tables(report: "Report") -> list["Table"]:
 
 def summary_rows(report: "Report") -> list[tuple[str, str]]:
     """Label and text of each line of the summary."""
+    from compress.report.verdict_words import choices, interval, short
     from compress.report.wording import NO_GAIN, megabytes, number, times
 
+    verdict, flips = report.quality.verdict, report.quality.flips
     size, perplexity, speed = report.size, report.quality.perplexity, report.speed
     ways = (speed.original, speed.compressed, speed.speculative)
     sizes = f"{megabytes(size.original_bytes)} -> {megabytes(size.compressed_bytes)}"
@@ -208,6 +221,8 @@ def summary_rows(report: "Report") -> list[tuple[str, str]]:
         ("size", f"{sizes} ({size.ratio:.2f} x smaller)"),
         ("bits per quantised weight", number(size.bits_per_weight, 3)),
         ("perplexity", f"{number(perplexity.original, 3)} -> {number(perplexity.compressed, 3)}"),
+        *([] if verdict is None else [("verdict", f"{short(verdict)} ({interval(verdict)})")]),
+        *([] if flips is None else [("choices of the next line", choices(flips))]),
         (
             "tokens/s: original / compressed / speculative",
             " / ".join(number(way.tokens_per_second if way else None, 1) for way in ways),

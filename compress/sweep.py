@@ -287,7 +287,7 @@ def _print(found: "SweepTable") -> None:
     from compress.report.sweep_page import cells
 
     table = Table(box=box.SIMPLE)
-    shown = {0: "weights", 2: "bits per weight", 5: "perplexity", 6: "KL, nats", 9: "speed"}
+    shown = {0: "weights", 2: "bits per weight", 5: "perplexity", 6: "KL, nats", 8: "verdict", 10: "speed"}
     table.add_column("recipe")
     for header in shown.values():
         table.add_column(header, justify="right")

@@ -185,6 +185,11 @@ def no_drafts(decoder: Decoder) -> str:
     return str(getattr(decoder, "no_drafts", ""))
 
 
+def no_trees(decoder: Decoder) -> str:
+    """Why a decoder takes chains alone, and no rows that branch; "" where it takes trees, as all of ours do."""
+    return str(getattr(decoder, "no_trees", ""))
+
+
 class HasDecoder(Protocol):
     """Anything with a decoder."""
 

@@ -43,6 +43,10 @@ def open_inputs(context: RunContext) -> RunInputs:
     """
     target, draft = open_sources(context.model, context.draft)
     _check_speed(context, draft is not None)
+    if context.tasks:
+        from compress.tasks.evaluate import require_tasks
+
+        require_tasks(context.tasks, None if context.task_folder is None else Path(context.task_folder))
     structure = read_structure(target.path)
     if context.recipe.quantize is not None and not context.recipe.trains and loaded_apart(structure.model):
         structure = read_structure(target.path, apart=True)

@@ -11,9 +11,8 @@ from calib.errors import UserError as CorpusError
 from calib.prompts import prompts as cut_prompts
 from calib.windows import Windows
 from compress.context import BASELINES, FIXED_DRAFT_LENGTH, RunContext
-from compress.recipe import Recipe
 from compress.records import RunFacts
-from compress.report import baselines, exports, machine, quality, size, speed
+from compress.report import baselines, exports, kept_quality, machine, quality, size, speed
 from compress.report.files import write_report
 from compress.report.not_measured import NOT_LOADED, Reasons
 from compress.report.pairing import Drafting
@@ -64,7 +63,9 @@ def make_report(facts: RunFacts, context: RunContext) -> Report:
         **{name: getattr(context, name) for name in _ASKED},
     )
     # Models larger than memory can be compressed, but not be measured here.
-    sections, missing = (_measure if context.eval_tokens or context.speed else _unloaded)(facts, context)
+    sections, missing = (
+        _measure if context.eval_tokens or context.speed or context.tasks or context.long_context else _unloaded
+    )(facts, context)
     calibration, uncalibrated = _calibration(facts.calibration)
     report = Report(
         schema_=SCHEMA,
@@ -94,26 +95,12 @@ def _measure(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Reas
     original, compressed = models[:2]
     draft = models[2] if len(models) > 2 else None
     progress("load", 1, 1)
-    kind, head = compressed.decoder.kv.kind, _head(context.recipe)
+    kind = compressed.decoder.kv.kind
     few_windows = exports.held_out(windows.evaluation)
-    kv_perplexity = exports_perplexity = None
-    if context.eval_tokens:
-        comparison, unknown = quality.measure(
-            original.decoder,
-            compressed.decoder,
-            windows,
-            context.seed,
-            head=head,
-            on_step=lambda done, total: progress("quality", done, total),
-        )
-        if kind == "float32":
-            unknown["quality.kv_perplexity"] = "the key-value cache is not quantised"
-        else:
-            kv_perplexity = quality.kv_perplexity(compressed.decoder, windows, kind)
-        if facts.exports:
-            exports_perplexity = quality.perplexity(compressed.decoder, few_windows, "the compressed model's logits")
-    else:
-        comparison, unknown = quality.not_measured(windows.length, head)
+    held = kept_quality.measure((original, compressed), facts.text, kind, context)
+    exports_perplexity = None
+    if context.eval_tokens and facts.exports:
+        exports_perplexity = quality.perplexity(compressed.decoder, few_windows, "the compressed model's logits")
     # At most half of the fewest positions of any of the models.
     new_tokens = max(1, min(context.new_tokens, *(model.decoder.max_positions // 2 for model in models)))
     groups: tuple[str, ...] = ()
@@ -177,14 +164,16 @@ def _measure(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Reas
     sections = {
         "machine": described_machine,
         "size": measured_size,
-        "quality": _quality(facts, comparison, kv_perplexity),
+        "quality": _quality(facts, held.comparison, held),
         "speed": measured_speed,
         "lossless": timed.lossless,
         **certificate,
         "sample": sample,
         "exports": [without_paths(entry, paths) for entry in exported],
     }
-    return sections, missing | timed.not_measured | without_paths(without_figures, paths) | without_size | unknown
+    return sections, missing | timed.not_measured | without_paths(
+        without_figures, paths
+    ) | without_size | held.not_measured
 
 
 def _unloaded(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Reasons]:
@@ -193,12 +182,12 @@ def _unloaded(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Rea
     device = resolve(context.device)
     kernels = next(kernel.name for kernel in available(str(device)) if kernel.usable)
     exported, without_figures = exports.not_measured(facts.exports, NOT_LOADED)
-    comparison, unknown = quality.not_measured(context.seq_len, _head(context.recipe))
+    comparison, unknown = quality.not_measured(context.seq_len, kept_quality.head(context.recipe))
     measured_size, without_size = size.measure(facts, None, device)
     sections = {
         "machine": machine.describe(device, kernels),
         "size": measured_size,
-        "quality": _quality(facts, comparison, None),
+        "quality": _quality(facts, comparison),
         "speed": timed.speed,
         "lossless": timed.lossless,
         "sample": None,
@@ -207,12 +196,14 @@ def _unloaded(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Rea
     return sections, {**timed.not_measured, "sample": NOT_LOADED, **without_figures, **without_size, **unknown}
 
 
-def _quality(facts: RunFacts, comparison: Comparison, kv_perplexity: float | None) -> Quality:
+def _quality(facts: RunFacts, comparison: Comparison, held: kept_quality.KeptQuality | None = None) -> Quality:
     corpus = facts.text.corpus
     return Quality(
         corpus=CorpusInfo(name=corpus.name, sha256=corpus.sha256, python=corpus.python),
         **dict(comparison),
-        kv_perplexity=kv_perplexity,
+        kv_perplexity=None if held is None else held.kv_perplexity,
+        tasks=[] if held is None else held.tasks,
+        long_context=None if held is None else held.long_context,
         # Figures that a layer's method does not measure are left out.
         layers=[
             LayerError(**{name: value for name in _LAYER_FIGURES if (value := getattr(layer, name)) is not None})
@@ -260,10 +251,6 @@ def _certificate(target: "Model", draft: "Model | None", prompts: list[list[int]
     own = ["model"] if draft is not None else ["medusa"] if target.medusa_path is not None else ["suffix"]
     drafters = [] if no_drafts(target.decoder) else ["lookup", *own]
     return certify(target, draft, prompts, drafters, min(new_tokens, NEW_TOKENS))
-
-
-def _head(recipe: Recipe) -> str:
-    return "keep" if recipe.quantize is None else recipe.quantize.head
 
 
 def _calibration(given: dict[str, Any]) -> tuple[Calibration, Reasons]:

@@ -13,14 +13,19 @@ NOT_LOADED = "neither quality nor speed was asked for, so the models were not lo
 TOO_FEW = "too few tokens were decoded or drafted to tell"
 
 # Nulls that are statements rather than missing figures: no draft, no interpreter, nothing pruned, nothing drafted, no
-# failure.
+# failure, a verdict that needs no more text.
 _STATEMENTS = (
     "draft",
     "asked.*",
     "size.sparsity",
     "quality.corpus.python",
+    "quality.verdict.needs_tokens",
+    "quality.verdict.needs_choices",
     "exports.*.worst",
     "quality.layers.*.output_error",
+    "quality.tasks.*.*",
+    "quality.long_context",
+    "quality.long_context.rows.*.why",
     "quality.layers.*.damping",
     "speed.pairings.*.*",
     "speed.baselines.*.why",

@@ -7,7 +7,6 @@ in float64 over float32 logits.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,13 +15,15 @@ from torch import Tensor
 from calib.windows import Windows
 from compress.errors import UserError
 from compress.logits import kl_rows, log_probabilities, token_nll
+from compress.quality.statistics import Floats, divergence, token_statistics
 from compress.report.not_measured import NO_QUALITY, Reasons
-from compress.report.schema import Comparison, Divergence, Interval95, Pair, Perplexity, Protocol
+from compress.report.schema import Comparison, Interval95, Pair, Perplexity, Protocol
 from runtime.contract import CacheKind, Decoder, Rows
 
 # Positions in one forward, and logits of them in float64 at a time: 32 MB, whatever the vocabulary.
 _BLOCK = 256
 _ELEMENTS = 1 << 22
+_NEW = ("token_statistics", "flips", "verdict")
 RESAMPLES = 10_000
 _MOST_NATS = 700  # exp overflows above 709
 
@@ -50,12 +51,7 @@ def measure(
     Raises UserError for logits that are NaN or infinite (model, window and position named), for models of different
     vocabularies, and for windows that a model cannot take.
     """
-    _check(original, compressed, windows)
-    scores: list[WindowScores] = []
-    for index, tokens in enumerate(windows.evaluation):
-        scores.append(score_window(original, compressed, tokens, index, kind))
-        if on_step is not None:
-            on_step(index + 1, len(windows.evaluation))
+    scores = score(original, compressed, windows, kind, on_step)
     return summarise(scores, windows.evaluation_bytes, windows.length, head, seed)
 
 
@@ -70,6 +66,23 @@ class WindowScores:
     compressed_nll: Tensor
     kl: Tensor
     agrees: Tensor
+
+
+def score(
+    original: Decoder,
+    compressed: Decoder,
+    windows: Windows,
+    kind: CacheKind = "float32",
+    on_step: Callable[[int, int], None] | None = None,
+) -> list[WindowScores]:
+    """The scores of all evaluation windows; arguments and errors as of `measure`."""
+    _check(original, compressed, windows)
+    scores: list[WindowScores] = []
+    for index, tokens in enumerate(windows.evaluation):
+        scores.append(score_window(original, compressed, tokens, index, kind))
+        if on_step is not None:
+            on_step(index + 1, len(windows.evaluation))
+    return scores
 
 
 def score_window(
@@ -97,19 +110,24 @@ def score_window(
     return WindowScores(*(torch.cat(column).cpu() for column in zip(*parts, strict=True)))
 
 
-def kv_perplexity(decoder: Decoder, windows: Windows, kind: CacheKind) -> float:
-    """`perplexity` on the evaluation windows when all keys and values go through a cache of `kind`.
+def kv_losses(decoder: Decoder, windows: Windows, kind: CacheKind) -> Floats:
+    """`window_losses` of the evaluation windows when all keys and values go through a cache of `kind`.
 
-    To be held against `perplexity.compressed`, which the same windows gave through a float32 cache.
+    To be held against `WindowScores.compressed_nll`, which the same windows gave through a float32 cache.
     """
     what = f"the compressed model's logits through an {kind} cache"
-    return perplexity(decoder, windows.evaluation, what, kind, "leave the recipe's key kv out, or take int8")
+    return window_losses(decoder, windows.evaluation, what, kind, "leave the recipe's key kv out, or take int8")
 
 
-def perplexity(
+def perplexity(decoder: Decoder, windows: Tensor, what: str) -> float:
+    """Perplexity on windows (E, L) int64; arguments and errors as of `window_losses`."""
+    return math.exp(window_losses(decoder, windows, what).mean())
+
+
+def window_losses(
     decoder: Decoder, windows: Tensor, what: str, kind: CacheKind = "float32", remedy: str = "export again"
-) -> float:
-    """Perplexity on windows (E, L) int64, each in a fresh cache of `kind`.
+) -> Floats:
+    """Mean loss (E,) float64, nats a token, of windows (E, L) int64, each in a fresh cache of `kind`.
 
     what  names the logits in errors. Raises UserError for logits that are NaN or infinite, for windows longer than the
     decoder's positions, or a loss that has no finite perplexity, against which `remedy` is advised.
@@ -119,18 +137,20 @@ def perplexity(
             f"{what}: expected windows of at most the model's {decoder.max_positions} positions, found"
             f" {windows.shape[1]}: ask for shorter ones"
         )
-    losses = []
+    found = np.zeros(len(windows))
     for index, tokens in enumerate(windows):
+        losses = []
         for start, logits in _logits(decoder, tokens, kind):
             _check_finite(logits, f"{what} in window {index + 1}", start)
             wanted = tokens[start + 1 : start + 1 + len(logits)].to(logits.device)
             step = max(1, _ELEMENTS // logits.shape[1])
             for rows, targets in zip(logits.split(step), wanted.split(step), strict=True):
                 losses.append(token_nll(log_probabilities(rows), targets).cpu())
-    mean = float(torch.cat(losses).mean())
+        found[index] = float(torch.cat(losses).mean())
+    mean = float(found.mean())
     if mean >= _MOST_NATS:
         raise UserError(f"{what}: the loss per token is {mean:.4g} nats, which has no finite perplexity: {remedy}")
-    return math.exp(mean)
+    return found
 
 
 def _logits(decoder: Decoder, tokens: Tensor, kind: CacheKind = "float32") -> Iterator[tuple[int, Tensor]]:
@@ -148,8 +168,8 @@ def _logits(decoder: Decoder, tokens: Tensor, kind: CacheKind = "float32") -> It
 
 
 def bootstrap_interval(
-    samples: np.ndarray[Any, np.dtype[np.float64]],
-    statistic: Callable[[np.ndarray[Any, np.dtype[np.float64]]], np.ndarray[Any, np.dtype[np.float64]]],
+    samples: Floats,
+    statistic: Callable[[Floats], Floats],
     *,
     seed: int,
     resamples: int = RESAMPLES,
@@ -203,12 +223,19 @@ def summarise(
         bits = Pair(original=float(per_byte[0]), compressed=float(per_byte[1]))
     else:
         missing["quality.bits_per_byte"] = "the predicted tokens stand for no text"
+    statistics = token_statistics(
+        *(
+            torch.cat([getattr(s, name) for s in scores]).numpy()
+            for name in ("original_nll", "compressed_nll", "agrees")
+        )
+    )
     found = Comparison(
         protocol=Protocol(window=window, stride=window, tokens=len(kl), head=head),
         perplexity=Perplexity(original=math.exp(mean[0]), compressed=math.exp(mean[1]), ci95=intervals),
         bits_per_byte=bits,
-        kl_divergence=Divergence(mean=float(kl.mean()), p99=float(np.quantile(kl, 0.99))),
-        top1_agreement=float(torch.cat([s.agrees for s in scores]).double().mean()),
+        kl_divergence=divergence(kl),
+        top1_agreement=statistics.same_top.value,
+        token_statistics=statistics,
     )
     return found, missing
 
@@ -221,8 +248,11 @@ def not_measured(window: int, head: str) -> tuple[Comparison, Reasons]:
         bits_per_byte=Pair(original=None, compressed=None),
         kl_divergence=None,
         top1_agreement=None,
+        token_statistics=None,
+        flips=None,
+        verdict=None,
     )
-    figures = ("perplexity", "bits_per_byte", "kl_divergence", "top1_agreement", "kv_perplexity")
+    figures = (*("perplexity", "bits_per_byte", "kl_divergence", "top1_agreement", "kv_perplexity"), *_NEW)
     return nothing, {f"quality.{figure}": NO_QUALITY for figure in figures}
 
 

@@ -6,6 +6,9 @@ figure's dotted path to the reason (not_measured.py). No null is without a reaso
 Of schema 2 are speed.pairings, speed.fastest_drafter and speed.mean_draft_length, and asked.drafter; speed.drafter is
 who was fastest, plain decoding ("none") included. What schema 1 had is still there, of the fastest drafter.
 
+Of schema 3 are the rest of quality.kl_divergence, and quality.token_statistics, quality.flips, quality.verdict,
+quality.tasks, quality.long_context (null: not asked for), and certificate. Reports of schema 2 are read as well.
+
 Units: bytes, milliseconds, tokens per second, joules; shares and ratios are plain numbers.
 """
 
@@ -14,12 +17,13 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from compress.export import Loss
-from compress.records import ExpertRecord, LeftAlone
+from compress.quality.figures import Divergence, Flips, LongContext, TaskFigures, TokenStatistics, Verdict
+from compress.records import ExpertRecord, LeftAlone, Strict
 from compress.report.not_measured import reason_for, unexplained
-from compress.report.schema_speed import Lossless, LosslessClass, Speed, Strict
+from compress.report.schema_speed import Lossless, LosslessClass, Speed
 from runtime.audit.certificate import Certificate
 
-SCHEMA: Final = 2
+SCHEMA: Final = 3
 
 
 class Machine(Strict):
@@ -118,13 +122,6 @@ class Perplexity(Pair):
     ci95: Interval95 | None
 
 
-class Divergence(Strict):
-    """KL(original ‖ compressed) per token, nats."""
-
-    mean: float
-    p99: float
-
-
 class LayerError(Strict):
     """One quantised layer; `error` is ‖W − Ŵ‖ / ‖W‖, `output_error` the same of its outputs on calibration text."""
 
@@ -146,6 +143,8 @@ class Comparison(Strict):
     perplexity      exp of the mean negative log likelihood per predicted token (nats).
     bits_per_byte   the same losses in bits over the UTF-8 bytes of the predicted text.
     top1_agreement  share of predicted tokens where both put the same token first.
+
+    Since schema 3: token_statistics, flips (null: the text has no lines to choose from), and the verdict.
     """
 
     protocol: Protocol
@@ -153,6 +152,9 @@ class Comparison(Strict):
     bits_per_byte: Pair
     kl_divergence: Divergence | None
     top1_agreement: float | None
+    token_statistics: TokenStatistics | None = None
+    flips: Flips | None = None
+    verdict: Verdict | None = None
 
 
 class Quality(Comparison, _OnCorpus):  # the corpus is written first
@@ -160,6 +162,8 @@ class Quality(Comparison, _OnCorpus):  # the corpus is written first
 
     kv_perplexity: float | None
     layers: list[LayerError]
+    tasks: list[TaskFigures] = Field(default_factory=list)
+    long_context: LongContext | None = None
 
 
 class TrainingText(BaseModel):
@@ -261,7 +265,7 @@ class Sample(Strict):
 class Report(Strict):
     """report.json. `certificate`: where speed was measured; `python -m runtime.audit certificate` repeats it."""
 
-    schema_: Literal[2]
+    schema_: Literal[2, 3]
     recipe: str
     model: str
     draft: str | None

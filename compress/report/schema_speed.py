@@ -1,24 +1,13 @@
-"""The sections `speed` and `lossless` of report.json, and what all its sections have in common; see schema.py."""
+"""The sections `speed` and `lossless` of report.json; see schema.py."""
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from compress.records import Strict
 
 PLAIN = "none"  # of drafters: plain decoding
 LosslessClass = Literal["exact", "measured", "distribution", "lossy"]
-
-
-class Strict(BaseModel):
-    """Frozen, without unknown keys and without NaN. Every key must be there: null is said, not left out."""
-
-    # Fields are written in the order in which a class names them; `class_` and `schema_` without their underscores.
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        allow_inf_nan=False,
-        alias_generator=lambda name: name.rstrip("_"),
-        populate_by_name=True,
-    )
 
 
 class Percentiles(Strict):

@@ -4,8 +4,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from compress.quality.figures import Flips
 from compress.records import ExpertRecord
 from compress.report.schema import Calibration, ExportEntry, ExportFigures, Quality, Report, Size
+from compress.report.sections_quality import long_contexts, tasks
 from compress.report.sections_speed import Row, Section, Table, acceptance, speed
 from compress.report.wording import NOT_MEASURED, megabytes, number, percent, times
 
@@ -55,6 +57,10 @@ def measured(report: Report) -> list[Section]:
     out = [_size(report.size, report.machine.device), _quality(report.quality), speed(report.speed)]
     if report.speed.pairings:
         out.append(acceptance(report))
+    if report.quality.tasks:
+        out.append(tasks(report.quality.tasks))
+    if report.quality.long_context is not None:
+        out.append(long_contexts(report.quality.long_context))
     if report.calibration.experts:
         out.append(_experts(report.calibration.experts))
     if report.calibration.trained:
@@ -87,7 +93,7 @@ def _size(size: Size, device: str) -> Section:
 
 
 def _quality(quality: Quality) -> Section:
-    found, bits, kl = quality.perplexity, quality.bits_per_byte, quality.kl_divergence
+    found, bits = quality.perplexity, quality.bits_per_byte
     rows: list[Row] = [
         ("perplexity per token", number(found.original, 3), number(found.compressed, 3)),
         ("bits per byte", number(bits.original, 4), number(bits.compressed, 4)),
@@ -95,11 +101,7 @@ def _quality(quality: Quality) -> Section:
     if found.ci95:
         both = (f"{low:.2f} to {high:.2f}" for low, high in (found.ci95.original, found.ci95.compressed))
         rows.insert(1, ("95 % interval over windows", *both))
-    others: list[Row] = [
-        ("KL(original ‖ compressed), mean", number(None if kl is None else kl.mean, 5, " nats")),
-        ("KL, 99th percentile", number(None if kl is None else kl.p99, 4, " nats")),
-        ("same most probable token", percent(quality.top1_agreement, 2)),
-    ]
+    others = _token_rows(quality)
     if quality.kv_perplexity is not None and found.compressed is not None:
         change = quality.kv_perplexity / found.compressed - 1
         through = f"{number(quality.kv_perplexity, 3)} ({change:+.2%} over a float32 cache)"
@@ -108,8 +110,58 @@ def _quality(quality: Quality) -> Section:
         "Measured through the runtime's own kernels on the artifact read back from disk. The left plot's intervals are "
         "wide because texts differ in difficulty; the right one compares both models on the same windows."
     ]
+    if quality.verdict is not None:
+        text.append(
+            f"The verdict takes each {quality.verdict.unit} of the text as one observation; an equal model is called"
+            f" worse at most {percent(quality.verdict.level, 0)} of the time. Errors after ± are llama-perplexity's:"
+            " they take tokens for independent, and are too small."
+        )
+    if quality.flips is not None:
+        rows.append(
+            ("right choices of the next line", percent(quality.flips.original), percent(quality.flips.compressed))
+        )
+        others += _choice_rows(quality.flips)
     tables = [Table(("", "original", "compressed"), rows), Table(("", ""), others)]
     return Section("Quality", "quality", "Perplexities with intervals, and the change in percent", text, tables)
+
+
+def _token_rows(quality: Quality) -> list[Row]:
+    """The statistics of tokens that llama-perplexity has, too."""
+    kl, found = quality.kl_divergence, quality.token_statistics
+    if kl is None or kl.mean_error is None or found is None:
+        return [
+            ("KL(original ‖ compressed), mean", number(None if kl is None else kl.mean, 5, " nats")),
+            ("KL, 99th percentile", number(None if kl is None else kl.p99, 4, " nats")),
+            ("same most probable token", percent(quality.top1_agreement, 2)),
+        ]
+    return [
+        ("KL(original ‖ compressed), mean", f"{kl.mean:.5f} ± {kl.mean_error:.5f} nats"),
+        ("KL, median", number(kl.median, 5, " nats")),
+        ("KL, 99 %, 99.9 %, most", " / ".join(number(one, 4) for one in (kl.p99, kl.p999, kl.max))),
+        ("perplexity ratio", f"{found.perplexity_ratio.value:.5f} ± {found.perplexity_ratio.error:.5f}"),
+        (
+            "Δp of the text's token, RMS",
+            f"{percent(found.delta_p_rms.value, 2)} ± {percent(found.delta_p_rms.error, 2)}",
+        ),
+        ("same most probable token", f"{percent(found.same_top.value, 2)} ± {percent(found.same_top.error, 2)}"),
+    ]
+
+
+def _choice_rows(found: Flips) -> list[Row]:
+    return [
+        ("choices lost / won / otherwise changed", f"{found.lost:,} / {found.won:,} / {_both_wrong(found):,}"),
+        ("McNemar's exact p", number(found.p_value, 4)),
+        (
+            "change of right choices, 95 %",
+            f"{100 * found.ci95[0]:+.2f} to {100 * found.ci95[1]:+.2f} points",
+        ),
+        (f"smallest loss shown at power {found.power:g}", f"{100 * found.smallest_loss:.2f} points"),
+    ]
+
+
+def _both_wrong(found: Flips) -> int:
+    """Choices that changed without becoming right or wrong."""
+    return found.changed - found.lost - found.won
 
 
 def _experts(experts: Sequence[ExpertRecord]) -> Section:

@@ -9,7 +9,7 @@ from compress.report.wording import NOT_MEASURED, megabytes, number, percent, ti
 
 HEADERS = (
     *("recipe", "weights", "smaller", "bits per weight", "cache per token", "perplexity", "change", "KL, nats"),
-    *("same top token", "tokens/s plain / speculative", "speed over the original's"),
+    *("same top token", "verdict", "tokens/s plain / speculative", "speed over the original's"),
 )
 _NOTES = (
     "Perplexity is that of held-out text, through the runtime, on each artifact read back; through the quantised cache "
@@ -47,6 +47,7 @@ def cells(row: Row) -> tuple[str, ...]:
         change,
         number(row.kl_divergence, 4),
         percent(row.top1_agreement),
+        row.verdict or NOT_MEASURED,
         NOT_MEASURED if row.tokens_per_second is None else " / ".join(paces),
         NOT_MEASURED if row.speed is None else times(row.speed),
     )
@@ -57,7 +58,7 @@ def _view(found: SweepTable) -> dict[str, Any]:
     first = None
     if original is not None:
         cache = "–" if original.kv_bytes_per_token is None else f"{original.kv_bytes_per_token:,.0f} B"
-        first = (megabytes(original.bytes), "1.00×", "–", cache, number(original.perplexity, 3), *"–" * 4, "1.00×")
+        first = (megabytes(original.bytes), "1.00×", "–", cache, number(original.perplexity, 3), *"–" * 5, "1.00×")
     measured = [row for row in found.rows if row.failed is None]
     return {
         "title": f"{len(found.rows)} recipes · {found.model}" if found.model else f"{len(found.rows)} recipes",

@@ -6,6 +6,7 @@ from typing import Any
 
 from compress.errors import UserError
 from compress.report.schema import Report
+from compress.report.verdict_words import short
 
 SCHEMA = 1
 # The same original on the same text: its perplexity must come out alike in every report, but for foreign kernels.
@@ -24,6 +25,7 @@ class Row:
                        original in the same run: only such ratios can be compared between runs, because machines change
                        their pace from minute to minute.
     dominated_by       recipes that are at least as good in size, cache, perplexity and speed, and better in one.
+    verdict            better, same, worse or cannot tell, in a few words.
     failed             why there is no report.
     """
 
@@ -38,6 +40,7 @@ class Row:
     ci95: tuple[float, float] | None = None
     kl_divergence: float | None = None
     top1_agreement: float | None = None
+    verdict: str | None = None
     speed: float | None = None
     tokens_per_second: float | None = None
     speculative_tokens_per_second: float | None = None
@@ -143,6 +146,7 @@ def _row(name: str, report: Report | str) -> Row:
         ci95=None if interval is None else (interval.ratio[0] - 1, interval.ratio[1] - 1),
         kl_divergence=None if quality.kl_divergence is None else quality.kl_divergence.mean,
         top1_agreement=quality.top1_agreement,
+        verdict=None if quality.verdict is None else short(quality.verdict),
         speed=None if best is None or start is None else best / start,
         tokens_per_second=plain,
         speculative_tokens_per_second=speculative,

@@ -8,6 +8,7 @@ from typing import Any
 
 from compress.export import told
 from compress.records import ExpertRecord
+from compress.report import verdict_words
 from compress.report.schema import Interval95, Report, Sparsity
 from compress.report.schema_speed import PLAIN, Speed
 
@@ -100,9 +101,15 @@ def _quality(report: Report) -> Headline:
         return Headline("quality", "–", _because(report, "quality.perplexity"), "none")
     change = found.compressed / found.original - 1
     caption = f"{found.original:.2f} becomes {found.compressed:.2f} on held-out text"
-    if found.ci95 is not None:
+    verdict = report.quality.verdict
+    if verdict is not None:
+        caption = (
+            f"{verdict_words.caption(verdict)}{caption}; 95 % interval of the change {verdict_words.interval(verdict)}"
+        )
+    elif found.ci95 is not None:
         caption += f"; 95 % interval of the change {change_interval(found.ci95)}"
-    return Headline("perplexity", f"{100 * change:+.2f} %", caption, "bad" if change > 0.05 else "good")
+    label = "perplexity" if verdict is None else f"perplexity: {verdict.call}"
+    return Headline(label, f"{100 * change:+.2f} %", caption, "bad" if change > 0.05 else "good")
 
 
 def _speed(report: Report) -> Headline:
@@ -130,6 +137,7 @@ def findings(report: Report) -> tuple[str, ...]:
     """What an engineer should know before using the artifact, slowdowns first-class."""
     return told(
         *_ternary_findings(report),
+        verdict_words.sentence(report),
         *training_findings(report.calibration.training),
         _quality_finding(report),
         _sparsity_finding(report.size.sparsity),

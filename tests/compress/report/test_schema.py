@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from compress.errors import UserError
-from compress.report import speed
+from compress.report import page, speed
 from compress.report.files import read_report
 from compress.report.not_measured import covers, null_paths, reason_for, unexplained
 from compress.report.schema import Report
@@ -50,6 +50,20 @@ def test_a_report_that_is_none_says_so(tmp_path: Path) -> None:
         (tmp_path / "report.json").write_text(content)
         with pytest.raises(UserError, match=rf"report\.json: {sentence}"):
             read_report(tmp_path)
+
+
+def test_a_report_of_schema_2_is_read(report: dict[str, Any]) -> None:
+    for key in ("token_statistics", "flips", "verdict"):
+        del report["quality"][key]
+    for key in ("mean_error", "median", "p999", "max"):
+        del report["quality"]["kl_divergence"][key]
+    report["schema"] = 2
+    found = Report.model_validate(report)
+    assert found.to_dict() == report and found.quality.verdict is None
+    assert "Verdict:" not in page.markdown(found) and "KL, 99th percentile" in page.markdown(found)
+    report["schema"] = 4
+    with pytest.raises(ValidationError, match="schema"):
+        Report.model_validate(report)
 
 
 @pytest.mark.parametrize("section", KEYS)

@@ -1,0 +1,1 @@
+"""A compressed model held against its original: statistics of tokens, paired choices, and a verdict with power."""
