@@ -27,6 +27,7 @@ MODULES = {
     "runtime.chat": ["chat"],
     "runtime.serve": ["serve"],
     "runtime.models": ["models"],
+    "runtime.audit": ["audit"],
     "calib.corpora": [],
     "specpress": [],
 }
