@@ -17,7 +17,7 @@ from runtime.checkpoints.gguf.blocks import Groups, unpack
 from runtime.checkpoints.gguf.config import configure
 from runtime.checkpoints.gguf.names import FORMS, HEAD, ROPE_FACTORS
 from runtime.checkpoints.gguf.parts import Order, Part, parts
-from runtime.checkpoints.gguf.reader import BF16, F16, Header, TensorEntry, damaged, read_header
+from runtime.checkpoints.gguf.reader import BF16, F16, BlockType, Header, TensorEntry, damaged, read_header
 from runtime.checkpoints.safetensors import Entry, Shards
 from runtime.errors import UserError
 from runtime.formats import dequantize, ternary
@@ -70,6 +70,11 @@ class GgufTensors(Shards):
         if name not in self:
             raise UserError(f"{self.header.path.name}: tensor {name} is missing; the file is incomplete")
         return self._entries[name]
+
+    def kinds(self, name: str) -> list[BlockType]:
+        """The types of the file's tensors that hold a tensor: one, mostly. Raises UserError where it is missing."""
+        self.entry(name)
+        return [self.header.tensors[place.part.tensor].kind for place in self._places[name]]
 
     def __getitem__(self, name: str) -> Tensor:
         found = self.weight(name)
