@@ -3,6 +3,7 @@
 Weights are read one at a time, so that a model needs no more memory than its largest weight, a few times.
 """
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from compress.check.texts import check_texts
 from compress.errors import UserError
 from compress.progress import Progress, silent
 
+# What differs between sentences that say the same; and how many of them are told one by one.
+_NAMES, _TOGETHER = re.compile(r"[\w.]*\d[\w.]*"), 4
 # Kinds of findings after which the model cannot be run on a text.
 _NOT_RUN = frozenset({"file", "missing", "shape", "finite", "unread", "config"})
 
@@ -96,11 +99,19 @@ def _cannot_run(findings: Sequence[Finding]) -> str | None:
 
 
 def _without_repeats(findings: Sequence[Finding]) -> list[Finding]:
-    """One finding for each place and kind, the first: a tensor that is missing is also unreadable."""
-    seen: dict[tuple[str, str], Finding] = {}
+    """One finding for each place and kind, the first; and where many say the same of many places, one of them."""
+    alike: dict[tuple[str, str, str], list[Finding]] = {}
+    seen: set[tuple[str, str]] = set()
     for finding in sort(findings):
-        seen.setdefault((finding.kind, finding.where), finding)
-    return list(seen.values())
+        if (finding.kind, finding.where) not in seen:
+            seen.add((finding.kind, finding.where))
+            alike.setdefault((finding.level, finding.kind, _NAMES.sub("", finding.says)), []).append(finding)
+    out = []
+    for members in alike.values():
+        more = f" and {len(members) - 1} more"
+        alone = len(members) <= _TOGETHER
+        out += members if alone else [members[0].model_copy(update={"where": members[0].where + more})]
+    return out
 
 
 def _coverage(examined: Sequence[Examined]) -> list[Coverage]:

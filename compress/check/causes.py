@@ -17,7 +17,7 @@ from runtime.formats.schemes import KINDS
 _AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
 _MOST = 16384
 _TINY = 1e-30
-_CERTAIN, _DIFFERENT = 0.6, 0.3
+_CERTAIN, _DIFFERENT, _NEAR = 0.6, 0.3, 1.8
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,23 +49,29 @@ class Sample:
         return float((found - self.real).norm() / self.real.norm().clamp_min(_TINY))
 
 
-def find_cause(ours: Stored, original: Tensor, error: float, scaling: Scaling | None = None) -> Cause | None:
-    """The reading that fits best, where one makes the error much smaller; None where none does."""
+def find_cause(
+    ours: Stored, original: Tensor, error: float, nearest: float | None, scaling: Scaling | None = None
+) -> Cause | None:
+    """The reading that fits best, where one makes the error much smaller; None where none does.
+
+    nearest  the relative error of rounding to nearest, which a reading has to come near to.
+    """
     n, _ = rows_of(ours)
     rows = sample_rows(n)
     real = plain_rows(original, rows)
     if scaling is not None:
         real = scaling.of(real, rows)
     found: list[Cause] = []
+    most = float("inf") if nearest is None else _NEAR * nearest + 1e-3
     if isinstance(ours, PackedWeight):
         sample = Sample(rows, real, take_rows(ours, rows), ours)
         here = sample.error(formats.dequantize(sample.part))
         for kind, says, read in _readings(sample):
             fits = sample.error(read())
-            if fits < _CERTAIN * here:
+            if fits < min(_CERTAIN * here, most):
                 found.append(Cause(kind, f"fits when {says}", fits))
         if not found or min(cause.error for cause in found) > _CERTAIN * error:
-            found += [cause for cause in (_reordered(sample), _rescaled(sample)) if cause and cause.error < 0.8 * here]
+            found += [cause for cause in (_reordered(sample), _rescaled(sample)) if cause and cause.error < min(0.8 * here, most)]
     if not found:
         turned = _moved(ours, original, rows, real)
         return turned
@@ -82,7 +88,14 @@ def _readings(sample: Sample) -> Iterator[Reading]:
     integers = not kind.is_float and not kind.levels and not kind.has_tiles
 
     def codes(change: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
-        return lambda: formats.dequantize(replace(part, codes=change(part.codes).contiguous()))
+        def read() -> Tensor:
+            if part.perm is None:
+                return formats.dequantize(replace(part, codes=change(part.codes).contiguous()))
+            # Files hold codes in the order of the inputs.
+            moved = change(part.codes[:, part.perm.argsort()])[:, part.perm]
+            return formats.dequantize(replace(part, codes=moved.contiguous()))
+
+        return read
 
     if integers:
         yield from _zero_points(sample)
@@ -263,7 +276,7 @@ def _rescaled(sample: Sample) -> Cause | None:
         off = float((zero - wanted).abs().median())
         if spread < 0.1 and abs(middle - 1) < 0.1 and off > 0.3:
             return Cause("zero points", "codes and scales fit the original, but the zero points do not", error)
-    if spread < 0.05 and abs(middle - 1) > 0.05:
+    if spread < 0.05 + error / (k / groups) ** 0.5 and abs(middle - 1) > 0.05:
         says = f"the codes fit the original, but the scales are {middle:.3g} times what they should be"
     return Cause("scales", says, error, scale, sample.rows)
 
@@ -317,7 +330,7 @@ def _known_order(place: Tensor, what: str) -> str:
     if float((place == own.flip(0)).float().mean()) > 0.9:
         return ": from the last to the first"
     if what == "rows":
-        for head in (32, 64, 80, 96, 128, 256):
+        for head in (16, 32, 64, 80, 96, 128, 256):
             if len(place) % head:
                 continue
             halves = own.view(-1, 2, head // 2).transpose(1, 2).reshape(-1)

@@ -133,7 +133,7 @@ def distance(ours: Stored, original: Tensor, scaling: Scaling | None = None) -> 
         sizes = real.square().sum(1)
         wrong, square = wrong + float(of_rows.sum(dtype=torch.float64)), square + float(sizes.sum(dtype=torch.float64))
         product += float((found * real).sum(dtype=torch.float64))
-        ours_square += float(found.square_().sum(dtype=torch.float64))
+        ours_square += float(found.square().sum(dtype=torch.float64))
         base = sizes
         if grid is not None:
             grouped = real if packed is None or packed.perm is None else real[:, packed.perm]

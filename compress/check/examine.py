@@ -153,7 +153,7 @@ def _nearest_reading(weight: Stored, real: Tensor) -> tuple[Distance, Scaling | 
     if not is_off(found.error, found.nearest, _LOOK):
         return found, None, None
     n, k = rows_of(weight)
-    cause = causes.find_cause(weight, real, found.error) if n > 1 or isinstance(weight, PackedWeight) else None
+    cause = causes.find_cause(weight, real, found.error, found.nearest) if n > 1 or isinstance(weight, PackedWeight) else None
     if cause is not None and cause.kind != "scales":
         return found, None, cause
     if n == 1 or n * k > _MOST_SCALED:
@@ -163,9 +163,11 @@ def _nearest_reading(weight: Stored, real: Tensor) -> tuple[Distance, Scaling | 
     if max(varied) == float("inf") or max(varied) < _VARIED:
         return found, None, cause
     scaled = distance(weight, real, scaling)
-    if scaled.error > _NEARER * found.error:
+    if scaled.error > _NEARER * min(found.error, found.error if cause is None else cause.error):
         return found, None, cause
-    inner = causes.find_cause(weight, real, scaled.error, scaling) if is_off(scaled.error, scaled.nearest, 1.5) else None
+    inner = None
+    if is_off(scaled.error, scaled.nearest, 1.5):
+        inner = causes.find_cause(weight, real, scaled.error, scaled.nearest, scaling)
     return scaled, scaling, inner if inner is not None else cause
 
 

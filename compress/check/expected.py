@@ -48,6 +48,8 @@ def structure_of(opened: Opened, findings: list[Finding]) -> ModelStructure | No
 def check_names(opened: Opened, structure: ModelStructure | None, originals: Originals | None) -> list[Finding]:
     """Weights that are missing, and weights that nothing needs."""
     weights = by_weight(opened.tensors)
+    if not weights:
+        return []
     findings = _in_lost_files(opened)
     lost = set(by_weight(opened.lost))
     if structure is not None:

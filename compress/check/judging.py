@@ -39,8 +39,11 @@ def judge_weights(examined: Sequence[Examined]) -> list[Finding]:
     off = [one for one in compared if one.weight.name not in explained and _is_off(one)]
     swapped = likeness.find_swapped(examined, off)
     faulty |= {finding.where for finding in swapped}
-    findings = [*swapped, *_rows(compared, {one.weight.name for one in off} | explained)]
-    named = {finding.where for finding in swapped}
+    known = faulty | explained | {one.weight.name for one in off if one.cause is not None}
+    rows = _rows([one for one in compared if one.weight.name not in known])
+    findings = [*swapped, *rows]
+    named = {finding.where for finding in findings}
+    faulty |= named
     caused = [one for one in off if one.cause is not None and one.weight.name not in named]
     findings += _caused(examined, caused)
     names = {one.weight.name for one in caused}
@@ -55,11 +58,11 @@ def _is_off(one: Examined) -> bool:
     return one.cause is not None or is_off(weight.error, weight.nearest, OFF)
 
 
-def _rows(compared: Sequence[Examined], known: set[str]) -> list[Finding]:
+def _rows(compared: Sequence[Examined]) -> list[Finding]:
     """Weights that are right but for some rows."""
     findings = []
     for one in compared:
-        if one.rows is None or one.rows.numel() < 8 or one.weight.name in known:
+        if one.rows is None or one.rows.numel() < 8:
             continue
         usual = max(float(one.rows.median()), 1e-12 if not one.weight.packed else 1e-4)
         bad = (one.rows > _ROWS * usual) & (one.rows > (PLAIN**2 if not one.weight.packed else 1.5))

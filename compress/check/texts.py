@@ -119,8 +119,10 @@ def _template(folder: Path) -> str | None:
 def _templates(ours: Path, theirs: Path, has_tokenizer: bool) -> list[Finding]:
     one, other = _template(ours), _template(theirs)
     where = "chat_template"
-    if other is None or one == other:
+    if one == other:
         return []
+    if other is None:
+        return [_finding("note", "template", where, "is there, and the original has none")]
     if one is None:
         level: Level = "suspicious" if has_tokenizer else "note"
         return [_finding(level, "template", where, "is not there, and the original has one: chats are written otherwise")]
