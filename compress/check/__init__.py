@@ -94,7 +94,7 @@ def _open_original(original: str | Path) -> Opened:
 
 def _cannot_run(findings: Sequence[Finding]) -> str | None:
     """Why the model is not run on a text."""
-    found = next((f for f in sort(findings) if f.kind in _NOT_RUN and f.level != "note" or f.kind == "unread"), None)
+    found = next((f for f in sort(findings) if (f.kind in _NOT_RUN and f.level != "note") or f.kind == "unread"), None)
     return None if found is None else found.sentence
 
 

@@ -42,7 +42,7 @@ def main(
             from compress.artifact import files
             from compress.check.page import html
 
-            files.write_text(page, html(result))
+            files.write_atomic(page, html(result).encode())
         if json:
             typer.echo(result.model_dump_json(indent=2))
         else:

@@ -6,18 +6,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from compress.check.compare import Scaling, sample_rows
+from compress.check.compare import Distance, Scaling, sample_rows
 from compress.check.findings import Kind
 from compress.check.layers import Stored, plain_rows, rows_of, take_rows
+from compress.check.orders import INTERLEAVED, ORDERS_OF_CODES, ORDERS_OF_GROUPS, swapped_rows
 from runtime import formats
 from runtime.formats.packed import PackedWeight
 from runtime.formats.schemes import KINDS
 
-# Columns of a word's eight as AWQ's layout interleaves them.
-_AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
 _MOST = 16384
 _TINY = 1e-30
 _CERTAIN, _DIFFERENT, _NEAR = 0.6, 0.3, 1.8
+# Rows for a first look; and the cosine above which rows and columns are in their own places.
+_FEW, _ELSEWHERE = 64, 0.8
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,18 +50,19 @@ class Sample:
         return float((found - self.real).norm() / self.real.norm().clamp_min(_TINY))
 
 
-def find_cause(
-    ours: Stored, original: Tensor, error: float, nearest: float | None, scaling: Scaling | None = None
-) -> Cause | None:
-    """The reading that fits best, where one makes the error much smaller; None where none does.
+def find_cause(ours: Stored, original: Tensor, far: Distance, scaling: Scaling | None = None) -> Cause | None:
+    """The reading that fits best, where one makes the error much smaller and brings it near to that of rounding.
 
-    nearest  the relative error of rounding to nearest, which a reading has to come near to.
+    far  the distance as the weight is read now.
     """
     n, _ = rows_of(ours)
     rows = sample_rows(n)
+    if far.nearest is not None and far.error < _NEAR * far.nearest:
+        rows = rows[:_FEW]
     real = plain_rows(original, rows)
     if scaling is not None:
         real = scaling.of(real, rows)
+    nearest = far.nearest
     found: list[Cause] = []
     most = float("inf") if nearest is None else _NEAR * nearest + 1e-3
     if isinstance(ours, PackedWeight):
@@ -70,11 +72,14 @@ def find_cause(
             fits = sample.error(read())
             if fits < min(_CERTAIN * here, most):
                 found.append(Cause(kind, f"fits when {says}", fits))
-        if not found or min(cause.error for cause in found) > _CERTAIN * error:
-            found += [cause for cause in (_reordered(sample), _rescaled(sample)) if cause and cause.error < min(0.8 * here, most)]
+        if not found or min(cause.error for cause in found) > _CERTAIN * far.error:
+            found += [
+                cause
+                for cause in (_reordered(sample), _rescaled(sample))
+                if cause and cause.error < min(0.8 * here, most)
+            ]
     if not found:
-        turned = _moved(ours, original, rows, real)
-        return turned
+        return _moved(ours, original, rows, real) if far.cosine < _ELSEWHERE else None
     return min(found, key=lambda cause: cause.error)
 
 
@@ -102,21 +107,25 @@ def _readings(sample: Sample) -> Iterator[Reading]:
         if part.scheme.bits <= 8:
             half = 1 << part.scheme.bits - 1
             low, high = (-half, half - 1) if int(part.codes.min()) < 0 else (0, 2 * half - 1)
-            yield "codes", "the codes' highest bit is turned", codes(
-                lambda c: torch.where(c >= low + half, c - half, c + half)
+            yield (
+                "codes",
+                "the codes' highest bit is turned",
+                codes(lambda c: torch.where(c >= low + half, c - half, c + half)),
             )
             yield "codes", "the codes are counted from the other end", codes(lambda c: low + high - c)
     if kind.levels:
         yield "codes", "the codes are counted from the other end", codes(lambda c: 15 - c)
-    for says, change in _ORDERS_OF_CODES:
+    for says, change in ORDERS_OF_CODES:
         yield "codes", says, codes(change)
-    for says, change in _ORDERS_OF_GROUPS:
+    for says, change in ORDERS_OF_GROUPS:
         yield "scales", f"the scales are {says}", _regrouped(sample, change)
     if part.perm is not None:
         yield "order", "the inputs are taken in their own order", lambda: formats.dequantize(replace(part, perm=None))
         perm = part.perm
-        yield "order", "the order of inputs is turned round", lambda: formats.dequantize(
-            replace(part, perm=perm.argsort())
+        yield (
+            "order",
+            "the order of inputs is turned round",
+            lambda: formats.dequantize(replace(part, perm=perm.argsort())),
         )
 
 
@@ -132,13 +141,15 @@ def _zero_points(sample: Sample) -> Iterator[Reading]:
     if part.offset is None:
         return
     yield "zero points", "zero points are left out", lambda: formats.dequantize(replace(part, offset=None))
-    yield "zero points", "zero points are subtracted the other way", lambda: formats.dequantize(
-        replace(part, offset=-offset)
+    yield (
+        "zero points",
+        "zero points are subtracted the other way",
+        lambda: formats.dequantize(replace(part, offset=-offset)),
     )
     packed = sample.packed
     assert packed.offset is not None
     zeros = packed.offset / packed.scale
-    changes = [*_ORDERS_OF_GROUPS, ("with their nibbles swapped", _swapped_rows), *_INTERLEAVED]
+    changes = [*ORDERS_OF_GROUPS, ("with their nibbles swapped", swapped_rows), *INTERLEAVED]
     for says, change in changes:
 
         def read(change: Callable[[Tensor], Tensor] = change) -> Tensor:
@@ -160,58 +171,6 @@ def _regrouped(sample: Sample, change: Callable[[Tensor], Tensor]) -> Callable[[
         return formats.dequantize(replace(part, scale=scale, offset=offset))
 
     return read
-
-
-def _pairs(codes: Tensor) -> Tensor:
-    return codes.unflatten(1, (-1, 2)).flip(2).flatten(1) if codes.shape[1] % 2 == 0 else codes
-
-
-def _swapped_rows(codes: Tensor) -> Tensor:
-    return codes.unflatten(0, (-1, 2)).flip(1).flatten(0, 1) if codes.shape[0] % 2 == 0 else codes
-
-
-def _by_eights(order: tuple[int, ...], dim: int) -> Callable[[Tensor], Tensor]:
-    def change(codes: Tensor) -> Tensor:
-        if codes.shape[dim] % len(order):
-            return codes
-        pieces = codes.unflatten(dim, (-1, len(order)))
-        return pieces.index_select(dim + 1, torch.tensor(order)).flatten(dim, dim + 1)
-
-    return change
-
-
-def _halves(size: int) -> Callable[[Tensor], Tensor]:
-    order = (*range(size // 2, size), *range(size // 2))
-    return _by_eights(order, 1)
-
-
-_INVERSE = tuple(sorted(range(8), key=lambda place: _AWQ[place]))
-_INTERLEAVED: list[tuple[str, Callable[[Tensor], Tensor]]] = [
-    ("in AWQ's order of eight", _by_eights(_AWQ, 0)),
-    ("out of AWQ's order of eight", _by_eights(_INVERSE, 0)),
-    ("from the other end of a word", _by_eights(tuple(range(7, -1, -1)), 0)),
-    ("with AWQ's nibbles swapped", _by_eights((2, 3, 0, 1, 6, 7, 4, 5), 0)),
-]
-_ORDERS_OF_CODES: list[tuple[str, Callable[[Tensor], Tensor]]] = [
-    ("the nibbles of each byte are swapped (along the inputs)", _pairs),
-    ("the nibbles of each byte are swapped (along the outputs)", _swapped_rows),
-    ("the halves of each block of 32 are swapped: its nibbles are", _halves(32)),
-    ("the halves of each block of 64 are swapped: its nibbles are", _halves(64)),
-    ("the inputs of a word are read from its other end", _by_eights(tuple(range(7, -1, -1)), 1)),
-    ("the bytes of a word are turned round", _by_eights((6, 7, 4, 5, 2, 3, 0, 1), 1)),
-    *((f"the outputs are taken {says}", change) for says, change in _INTERLEAVED),
-]
-_ORDERS_OF_GROUPS: list[tuple[str, Callable[[Tensor], Tensor]]] = [
-    ("transposed", lambda s: s.t().reshape(s.shape)),
-    ("transposed the other way", lambda s: s.reshape(s.shape[1], s.shape[0]).t()),
-    ("in the other order of groups", lambda s: s.flip(1)),
-    ("in the other order of rows", lambda s: s.flip(0)),
-    ("one group earlier", lambda s: s.roll(1, 1)),
-    ("one group later", lambda s: s.roll(-1, 1)),
-    ("one row earlier", lambda s: s.roll(1, 0)),
-    ("one row later", lambda s: s.roll(-1, 0)),
-    ("inverted", lambda s: 1 / s),
-]
 
 
 def _reordered(sample: Sample) -> Cause | None:
@@ -272,7 +231,9 @@ def _rescaled(sample: Sample) -> Cause | None:
     if part.offset is not None:
         says = "the codes fit the original, but the scales or zero points do not"
         zero = part.offset / part.scale
-        wanted = (scale * (middle_v - middle_t / scale.unsqueeze(2).clamp_min(_TINY)).squeeze(2)) / scale.clamp_min(_TINY)
+        wanted = (scale * (middle_v - middle_t / scale.unsqueeze(2).clamp_min(_TINY)).squeeze(2)) / scale.clamp_min(
+            _TINY
+        )
         off = float((zero - wanted).abs().median())
         if spread < 0.1 and abs(middle - 1) < 0.1 and off > 0.3:
             return Cause("zero points", "codes and scales fit the original, but the zero points do not", error)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.check.layers import Stored, plain_rows, rows_of, slices, whole
+from compress.check.layers import Stored, plain_rows, rows_of, slices
 from compress.check.nearest import Grid, grid_of, round_rows
 from runtime.formats.packed import PackedWeight
 
@@ -22,7 +22,7 @@ class Sight:
 
     sketch  values at fixed places of weights of this shape.
     mean    magnitude; spread: root mean square; bad: how many values are not finite; constant: all are the same.
-    zeros   share of zeros; empty_rows: of rows that are all zeros; first_empty: the first of them that no other follows.
+    zeros   share of zeros; tail: how many of the last rows are all zeros.
     """
 
     sketch: Tensor
@@ -31,7 +31,6 @@ class Sight:
     bad: int
     constant: bool
     zeros: float
-    empty_rows: int
     tail: int
 
 
@@ -69,7 +68,7 @@ def look(weight: Stored) -> Sight:
     places, columns = _places(n), _places(k)
     sketch = torch.zeros(len(places), len(columns))
     total = squares = 0.0
-    bad = zeros = empty = 0
+    bad = zeros = 0
     least, most = float("inf"), -float("inf")
     last_full = -1
     for part in slices(n, k):
@@ -85,7 +84,6 @@ def look(weight: Stored) -> Sight:
         squares += float(torch.linalg.vector_norm(rows, dtype=torch.float64)) ** 2
         zeros += rows.numel() - int(torch.count_nonzero(rows))
         full = size.amax(1) > 0
-        empty += len(full) - int(full.sum())
         if bool(full.any()):
             last_full = part.start + int(full.nonzero()[-1])
         inside = (places >= part.start) & (places < part.stop)
@@ -98,7 +96,6 @@ def look(weight: Stored) -> Sight:
         bad,
         least == most and count > 1,
         zeros / count,
-        empty,
         n - 1 - last_full,
     )
 
@@ -193,5 +190,3 @@ def spread_of(factors: Tensor) -> float:
     if bool((factors <= 0).any()):
         return float("inf")
     return float(factors.log().std()) if factors.numel() > 1 else 0.0
-
-

@@ -13,21 +13,70 @@ from runtime.files import read_json
 
 # Sizes that pruning changes on purpose, the weights' shapes being checked against them.
 _SIZES = frozenset(
-    "num_hidden_layers n_layer num_layers intermediate_size moe_intermediate_size num_attention_heads"
-    " num_key_value_heads num_experts num_local_experts n_routed_experts layer_types max_window_layers"
-    " mlp_only_layers hidden_size vocab_size head_dim".split()
+    [
+        "num_hidden_layers",
+        "n_layer",
+        "num_layers",
+        "intermediate_size",
+        "moe_intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "num_experts",
+        "num_local_experts",
+        "n_routed_experts",
+        "layer_types",
+        "max_window_layers",
+        "mlp_only_layers",
+        "hidden_size",
+        "vocab_size",
+        "head_dim",
+    ]
 )
 # What changes every result without changing a shape.
 _MEANING = frozenset(
-    "model_type rope_theta rope_scaling rope_parameters rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps"
-    " hidden_act hidden_activation activation_function sliding_window use_sliding_window partial_rotary_factor"
-    " rotary_pct query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping embedding_multiplier"
-    " attention_multiplier residual_multiplier logits_scaling logit_scale num_experts_per_tok norm_topk_prob"
-    " routed_scaling_factor n_group topk_group scoring_func attention_bias mlp_bias use_qk_norm parallel_residual"
-    " use_parallel_residual num_attention_heads num_key_value_heads head_dim layer_types".split()
+    [
+        "model_type",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "rms_norm_eps",
+        "layer_norm_eps",
+        "layer_norm_epsilon",
+        "norm_eps",
+        "hidden_act",
+        "hidden_activation",
+        "activation_function",
+        "sliding_window",
+        "use_sliding_window",
+        "partial_rotary_factor",
+        "rotary_pct",
+        "query_pre_attn_scalar",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "embedding_multiplier",
+        "attention_multiplier",
+        "residual_multiplier",
+        "logits_scaling",
+        "logit_scale",
+        "num_experts_per_tok",
+        "norm_topk_prob",
+        "routed_scaling_factor",
+        "n_group",
+        "topk_group",
+        "scoring_func",
+        "attention_bias",
+        "mlp_bias",
+        "use_qk_norm",
+        "parallel_residual",
+        "use_parallel_residual",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "layer_types",
+    ]
 )
 # What a user of the model notices.
-_TOKENS = frozenset("bos_token_id eos_token_id pad_token_id".split())
+_TOKENS = frozenset(["bos_token_id", "eos_token_id", "pad_token_id"])
 _POSITIONS = "max_position_embeddings"
 
 
@@ -48,9 +97,7 @@ def check_config(opened: Opened, original: Opened | None) -> list[Finding]:
         says = f"is {_shown(ours[key])}, in the original {_shown(theirs[key])}"
         if key in _MEANING and not (key in _SIZES and (shapes_differ or _resized(opened, original))):
             findings.append(_finding("broken", "config", f"config.json: {key}", says))
-        elif key in _TOKENS and opened.header is None and not (key == "pad_token_id"):
-            findings.append(_finding("suspicious", "config", f"config.json: {key}", says))
-        elif key == _POSITIONS:
+        elif (key in _TOKENS and opened.header is None and key != "pad_token_id") or key == _POSITIONS:
             findings.append(_finding("suspicious", "config", f"config.json: {key}", says))
         elif key in _SIZES:
             findings.append(_finding("note", "config", f"config.json: {key}", says))

@@ -1,4 +1,4 @@
-"""Which engines load a folder: by what its files say, and by the engine itself where it is installed and cheap to ask."""
+"""Which engines load a folder, by what its files say; our own is asked."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -20,6 +20,8 @@ from runtime.formats.packed import PackedWeight
 PLAIN = 0.01
 # From here on a packed weight's error, over that of rounding to nearest, is worth a look at what could be the cause.
 _LOOK = 1.12
+# And from here on at more than a few rows, and at what scaling explains.
+_FAR = 1.7
 # Fits by scaling: how far the factors have to differ to be a method's, and how much nearer they have to bring it.
 _VARIED, _NEARER = 0.03, 0.7
 _MOST_SCALED = 1 << 27
@@ -153,10 +155,10 @@ def _nearest_reading(weight: Stored, real: Tensor) -> tuple[Distance, Scaling | 
     if not is_off(found.error, found.nearest, _LOOK):
         return found, None, None
     n, k = rows_of(weight)
-    cause = causes.find_cause(weight, real, found.error, found.nearest) if n > 1 or isinstance(weight, PackedWeight) else None
+    cause = causes.find_cause(weight, real, found) if n > 1 or isinstance(weight, PackedWeight) else None
     if cause is not None and cause.kind != "scales":
         return found, None, cause
-    if n == 1 or n * k > _MOST_SCALED:
+    if n == 1 or n * k > _MOST_SCALED or not is_off(found.error, found.nearest, _FAR):
         return found, None, cause
     scaling = find_scaling(weight, real)
     varied = [spread_of(scaling.rows), spread_of(scaling.columns)]
@@ -167,12 +169,10 @@ def _nearest_reading(weight: Stored, real: Tensor) -> tuple[Distance, Scaling | 
         return found, None, cause
     inner = None
     if is_off(scaled.error, scaled.nearest, 1.5):
-        inner = causes.find_cause(weight, real, scaled.error, scaled.nearest, scaling)
+        inner = causes.find_cause(weight, real, scaled, scaling)
     return scaled, scaling, inner if inner is not None else cause
 
 
 def is_off(error: float, nearest: float | None, factor: float) -> bool:
     """Whether an error is more than `factor` times that of rounding to nearest; of plain weights more than rounding."""
     return error > (PLAIN if nearest is None else factor * nearest + 1e-4)
-
-

@@ -108,7 +108,9 @@ def _by_structure(
             continue
         if originals is not None and name in originals.names:
             continue
-        findings.append(_finding("suspicious", "extra", name, "the model that config.json describes has no such weight"))
+        findings.append(
+            _finding("suspicious", "extra", name, "the model that config.json describes has no such weight")
+        )
     if behind and not any(key in structure.text_config.to_dict() for key in _DRAFT_KEYS):
         says = f"is {structure.count}, and there are weights of further blocks ({behind[0]}): loaders drop them"
         findings.append(_finding("broken", "config", "config.json: num_hidden_layers", says))
@@ -214,7 +216,9 @@ def check_ties(opened: Opened, originals: Originals | None) -> list[Finding]:
     original_head = None if originals is None else next((name for name in HEADS if name in originals.names), None)
     equal = None if head is None else _equal(opened, embedding, head)
     if said and head is not None and equal is False:
-        says = "config.json ties the head to the embedding, and the file has a head that differs from it: loaders drop it"
+        says = (
+            "config.json ties the head to the embedding, and the file has a head that differs from it: loaders drop it"
+        )
         return [_finding("broken", "tied", head, says)]
     if said is False and head is None:
         says = "config.json says that the head is a weight of its own, and there is none: loaders make a random one"
@@ -269,7 +273,9 @@ def check_draft_heads(opened: Opened, structure: ModelStructure | None, original
 
 def _is_draft_head(name: str, layers: Any) -> bool:
     match = re.search(r"\.layers\.(\d+)\.", f".{name}")
-    return _DRAFT.search(name) is not None or (match is not None and isinstance(layers, int) and int(match[1]) >= layers)
+    return _DRAFT.search(name) is not None or (
+        match is not None and isinstance(layers, int) and int(match[1]) >= layers
+    )
 
 
 def _behind(opened: Opened) -> list[str]:

@@ -68,9 +68,7 @@ def _make_up(columns: Tensor, before: Tensor) -> bool:
     if repeats > 1:
         # Key heads are shared by groups of query heads: head size unknown, so that any that divides is tried.
         sizes = [size for size in (16, 32, 64, 80, 96, 128, 256) if before.numel() % size == 0]
-        return any(
-            _near(columns, before.view(-1, size).repeat_interleave(repeats, 0).flatten()) for size in sizes
-        )
+        return any(_near(columns, before.view(-1, size).repeat_interleave(repeats, 0).flatten()) for size in sizes)
     return _near(columns, before)
 
 

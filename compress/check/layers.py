@@ -150,4 +150,3 @@ def experts(names: Iterable[str]) -> Mapping[tuple[str, str], dict[int, str]]:
 def whole(weight: Stored) -> Tensor:
     """All of a weight, float32."""
     return formats.dequantize(weight) if isinstance(weight, PackedWeight) else weight.float()
-

@@ -21,7 +21,9 @@ def find_swapped(examined: Sequence[Examined], suspects: Sequence[Examined]) -> 
     for one in examined:
         if one.original is not None:
             groups[one.weight.shape].append(one)
-    tables = {shape: torch.stack([one.original for one in of if one.original is not None]) for shape, of in groups.items()}
+    tables = {
+        shape: torch.stack([one.original for one in of if one.original is not None]) for shape, of in groups.items()
+    }
     findings = []
     for one in suspects:
         if one.original is None or one.weight.shape not in tables:

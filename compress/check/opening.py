@@ -197,9 +197,11 @@ def _exists_elsewhere(quantization: Any) -> bool:
     if isinstance(method, str) and method not in READERS:
         return True
     groups = quantization.get("config_groups")
-    said = [quantization.get("format"), *(g.get("format") for g in groups.values() if isinstance(g, dict))] if isinstance(
-        groups, dict
-    ) else []
+    said = (
+        [quantization.get("format"), *(g.get("format") for g in groups.values() if isinstance(g, dict))]
+        if isinstance(groups, dict)
+        else []
+    )
     return any(quantization.get(key) for key in _UNREAD_KEYS) or any(
         str(layout).startswith(_OTHER_LAYOUTS) for layout in said if layout
     )

@@ -33,7 +33,9 @@ def check_quantization(opened: Opened, examined: Sequence[Examined]) -> list[Fin
     if config is None:
         if not packed:
             return []
-        says = f"config.json has none, and {len(packed)} layers are packed ({packed[0]}): loaders read their codes as weights"
+        says = (
+            f"config.json has none, and {len(packed)} layers are packed ({packed[0]}): their codes are read as weights"
+        )
         return [_finding("broken", "quantization", _WHERE, says)]
     if not packed and config.get("config_groups", True):
         return [_finding("broken", "quantization", _WHERE, "is there, and no layer is packed")]
@@ -136,7 +138,8 @@ def _gptq(config: Mapping[str, Any], opened: Opened, packed: Sequence[str]) -> l
         findings.append(_finding("suspicious", "order", f"{_WHERE}.desc_act", says))
     if config.get("sym") is True and shifts and len(shifts) == len(zeros):
         shift = shifts[0][1]
-        says = f"sym is true, and all zero points are {abs(shift)} too {'high' if shift > 0 else 'low'} for that: {shifts[0][0]}"
+        way = "high" if shift > 0 else "low"
+        says = f"sym is true, and all zero points are {abs(shift)} too {way} for that: {shifts[0][0]}"
         other = "gptq_v2" if shift > 0 else "gptq"
         findings.append(
             _finding("broken", "zero points", f"{_WHERE}.checkpoint_format", f"{says} (as if written as {other})")
@@ -171,7 +174,10 @@ def _compressed_tensors(config: Mapping[str, Any], opened: Opened, packed: Seque
         size = 0 if scheme.group_size in (0, weight.shape[1]) else scheme.group_size
         whole_rows = {(bits, 0 if group == weight.shape[1] else group) for bits, group in allowed}
         if (scheme.bits, size) not in whole_rows:
-            said = " or ".join(f"{bits} bits in groups of {group}" if group else f"{bits} bits by rows" for bits, group in sorted(allowed, key=str))
+            said = " or ".join(
+                f"{bits} bits in groups of {group}" if group else f"{bits} bits by rows"
+                for bits, group in sorted(allowed, key=str)
+            )
             found = f"{scheme.bits} bits in groups of {size}" if size else f"{scheme.bits} bits by rows"
             findings.append(_finding("broken", "quantization", name, f"is {found}, and config.json says {said}"))
     return findings

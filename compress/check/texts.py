@@ -29,7 +29,9 @@ def check_texts(opened: Opened, original: Opened | None) -> list[Finding]:
     findings: list[Finding] = []
     ours = _tokenizer(opened.path, findings)
     if ours is None and original is not None and not findings and (original.path / "tokenizer.json").is_file():
-        findings.append(_finding("note", "tokenizer", "tokenizer.json", "is not there: the original's has to be copied"))
+        findings.append(
+            _finding("note", "tokenizer", "tokenizer.json", "is not there: the original's has to be copied")
+        )
     words = opened.text_config.get("vocab_size")
     if ours is not None and isinstance(words, int) and (highest := max(_vocabulary(ours).values(), default=0)) >= words:
         says = f"has the token {highest}, and config.json's vocab_size is {words}"
@@ -70,7 +72,9 @@ def _compare(ours_at: Path, theirs_at: Path, ours: dict[str, Any], theirs: dict[
     gone = [token for token in other if token not in one]
     if moved:
         token = moved[0]
-        says = f"{len(moved)} tokens have other numbers than in the original ({token!r}: {one[token]}, not {other[token]})"
+        says = (
+            f"{len(moved)} tokens have other numbers than in the original ({token!r}: {one[token]}, not {other[token]})"
+        )
         return [_finding("broken", "tokenizer", where, says)]
     if gone:
         says = f"{len(gone)} of the original's tokens are missing ({gone[0]!r} is one)"
@@ -125,7 +129,9 @@ def _templates(ours: Path, theirs: Path, has_tokenizer: bool) -> list[Finding]:
         return [_finding("note", "template", where, "is there, and the original has none")]
     if one is None:
         level: Level = "suspicious" if has_tokenizer else "note"
-        return [_finding(level, "template", where, "is not there, and the original has one: chats are written otherwise")]
+        return [
+            _finding(level, "template", where, "is not there, and the original has one: chats are written otherwise")
+        ]
     place = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     says = f"is not the original's (from character {place}: {json.dumps(one[place : place + 30])})"
     return [_finding("suspicious", "template", where, says)]

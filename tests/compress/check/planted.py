@@ -23,7 +23,9 @@ from tests.compress.packed_models import write_packed
 Tensors = dict[str, Tensor]
 GROUP = 16
 # A block's layers that the faults are planted in; the first is of odd sizes, the last two of one shape.
-Q, K, UP, GATE = (f"model.layers.1.{name}" for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "mlp.gate_proj"))
+Q, K, UP, GATE = (
+    f"model.layers.1.{name}" for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "mlp.gate_proj")
+)
 OTHER = "model.layers.0.mlp.up_proj"
 
 
@@ -222,50 +224,250 @@ def _move_tokens(folder: Path) -> None:
 
 Fault = tuple[str, str, Callable[[Path], Any], Planted]
 FAULTS: tuple[Fault, ...] = (
-    ("gptq", "zero points off by one", lambda f: change(f, lambda t: put(t, f"{UP}.qzeros", lambda z: add_to_nibbles(z, 1))), Planted(UP, ("zero points are lowered by 1",))),
-    ("gptq", "layout says v1", lambda f: configure(f, lambda c: c["quantization_config"].update(checkpoint_format="gptq")), Planted("model.layers", ("zero points are lowered by 1",))),
-    ("gptq", "order of inputs lost", lambda f: change(f, lambda t: put(t, f"{UP}.g_idx", lambda g: (torch.arange(g.numel()) // GROUP).to(g.dtype))), Planted(UP, ("activation order (g_idx) is lost",))),
-    ("gptq", "nibbles swapped", lambda f: change(f, lambda t: put(t, f"{Q}.qweight", nibbles)), Planted(Q, ("nibbles",))),
-    ("gptq", "scales swapped", lambda f: change(f, lambda t: swap(t, f"{UP}.scales", f"{OTHER}.scales")), Planted(UP, ("scales of", OTHER))),
+    (
+        "gptq",
+        "zero points off by one",
+        lambda f: change(f, lambda t: put(t, f"{UP}.qzeros", lambda z: add_to_nibbles(z, 1))),
+        Planted(UP, ("zero points are lowered by 1",)),
+    ),
+    (
+        "gptq",
+        "layout says v1",
+        lambda f: configure(f, lambda c: c["quantization_config"].update(checkpoint_format="gptq")),
+        Planted("model.layers", ("zero points are lowered by 1",)),
+    ),
+    (
+        "gptq",
+        "order of inputs lost",
+        lambda f: change(f, lambda t: put(t, f"{UP}.g_idx", lambda g: (torch.arange(g.numel()) // GROUP).to(g.dtype))),
+        Planted(UP, ("activation order (g_idx) is lost",)),
+    ),
+    (
+        "gptq",
+        "nibbles swapped",
+        lambda f: change(f, lambda t: put(t, f"{Q}.qweight", nibbles)),
+        Planted(Q, ("nibbles",)),
+    ),
+    (
+        "gptq",
+        "scales swapped",
+        lambda f: change(f, lambda t: swap(t, f"{UP}.scales", f"{OTHER}.scales")),
+        Planted(UP, ("scales of", OTHER)),
+    ),
     ("gptq", "NaN scale", lambda f: change(f, lambda t: put(t, f"{K}.scales", with_nan)), Planted(K, ("finite",))),
-    ("gptq", "zero points transposed", lambda f: change(f, lambda t: put(t, f"{UP}.qzeros", lambda z: z.t().reshape(z.shape))), Planted(UP, ("zero points",))),
-    ("gptq", "desc_act false", lambda f: configure(f, lambda c: c["quantization_config"].update(desc_act=False)), Planted("quantization_config.desc_act", ("g_idx",))),
-    ("gptq", "bits of another", lambda f: configure(f, lambda c: c["quantization_config"].update(bits=8)), Planted("model.layers", ("8 bits",))),
-    ("gptq", "two layers swapped", lambda f: change(f, lambda t: [swap(t, f"{UP}.{part}", f"{OTHER}.{part}") for part in ("qweight", "qzeros", "scales", "g_idx")]), Planted(UP, ("holds what the original has as", OTHER))),
-    ("awq", "order of outputs lost", lambda f: change(f, lambda t: put(t, f"{UP}.qweight", _unwoven)), Planted(UP, ("order of eight",))),
-    ("awq", "scales transposed", lambda f: change(f, lambda t: put(t, f"{UP}.scales", lambda s: s.t().reshape(s.shape))), Planted(UP, ("scales",))),
-    ("awq", "zero points off by one", lambda f: change(f, lambda t: put(t, f"{K}.qzeros", lambda z: add_to_nibbles(z, -1))), Planted(K, ("zero points are raised by 1",))),
-    ("awq", "flag of zero points", lambda f: configure(f, lambda c: c["quantization_config"].update(zero_point=False)), Planted("quantization_config.zero_point", ("zero points",))),
-    ("int4", "scales twice too large", lambda f: change(f, lambda t: put(t, f"{UP}.weight_scale", lambda s: s * 2)), Planted(UP, ("2 times what they should be",))),
+    (
+        "gptq",
+        "zero points transposed",
+        lambda f: change(f, lambda t: put(t, f"{UP}.qzeros", lambda z: z.t().reshape(z.shape))),
+        Planted(UP, ("zero points",)),
+    ),
+    (
+        "gptq",
+        "desc_act false",
+        lambda f: configure(f, lambda c: c["quantization_config"].update(desc_act=False)),
+        Planted("quantization_config.desc_act", ("g_idx",)),
+    ),
+    (
+        "gptq",
+        "bits of another",
+        lambda f: configure(f, lambda c: c["quantization_config"].update(bits=8)),
+        Planted("model.layers", ("8 bits",)),
+    ),
+    (
+        "gptq",
+        "two layers swapped",
+        lambda f: change(
+            f,
+            lambda t: [swap(t, f"{UP}.{part}", f"{OTHER}.{part}") for part in ("qweight", "qzeros", "scales", "g_idx")],
+        ),
+        Planted(UP, ("holds what the original has as", OTHER)),
+    ),
+    (
+        "awq",
+        "order of outputs lost",
+        lambda f: change(f, lambda t: put(t, f"{UP}.qweight", _unwoven)),
+        Planted(UP, ("order of eight",)),
+    ),
+    (
+        "awq",
+        "scales transposed",
+        lambda f: change(f, lambda t: put(t, f"{UP}.scales", lambda s: s.t().reshape(s.shape))),
+        Planted(UP, ("scales",)),
+    ),
+    (
+        "awq",
+        "zero points off by one",
+        lambda f: change(f, lambda t: put(t, f"{K}.qzeros", lambda z: add_to_nibbles(z, -1))),
+        Planted(K, ("zero points are raised by 1",)),
+    ),
+    (
+        "awq",
+        "flag of zero points",
+        lambda f: configure(f, lambda c: c["quantization_config"].update(zero_point=False)),
+        Planted("quantization_config.zero_point", ("zero points",)),
+    ),
+    (
+        "int4",
+        "scales twice too large",
+        lambda f: change(f, lambda t: put(t, f"{UP}.weight_scale", lambda s: s * 2)),
+        Planted(UP, ("2 times what they should be",)),
+    ),
     ("int4", "file cut short", lambda f: _cut(f / "model.safetensors"), Planted("model.safetensors", ("truncated",))),
     ("int4", "part missing", lambda f: change(f, lambda t: t.pop(f"{Q}.weight_scale")), Planted(Q, ("missing",))),
-    ("int4", "group size of another", lambda f: configure(f, lambda c: c["quantization_config"]["config_groups"]["group_0"]["weights"].update(group_size=64)), Planted("model.layers", ("groups of 32", "groups of 64"))),
+    (
+        "int4",
+        "group size of another",
+        lambda f: configure(
+            f, lambda c: c["quantization_config"]["config_groups"]["group_0"]["weights"].update(group_size=64)
+        ),
+        Planted("model.layers", ("groups of 32", "groups of 64")),
+    ),
     ("int4", "layer left plain", lambda f: _plain(f, Q), Planted(Q, ("stored plain",))),
-    ("int4", "layer excepted and packed", lambda f: configure(f, lambda c: c["quantization_config"]["ignore"].append(K)), Planted(K, ("leaves this layer as it is",))),
-    ("int4-asymmetric", "constant scales", lambda f: change(f, lambda t: put(t, f"{UP}.weight_scale", lambda s: torch.full_like(s, float(s.float().mean())))), Planted(UP, ("scales are the same",))),
-    ("int8", "rows off", lambda f: change(f, lambda t: put(t, f"{UP}.weight", lambda w: torch.cat([w[:50], w[50:55].flip(1), w[55:]]))), Planted(UP, ("5 of 192 rows",))),
-    ("int8", "scales swapped", lambda f: change(f, lambda t: swap(t, f"{UP}.weight_scale", f"{OTHER}.weight_scale")), Planted(UP, ("scales of", OTHER))),
-    ("nf4", "nibbles swapped", lambda f: change(f, lambda t: put(t, f"{UP}.weight", nibbles)), Planted(UP, ("nibbles",))),
-    ("nf4", "absmax swapped", lambda f: change(f, lambda t: [swap(t, f"{UP}.weight.{p}", f"{OTHER}.weight.{p}") for p in ("absmax", "nested_absmax", "quant_state.bitsandbytes__nf4")]), Planted(UP, ("scales of", OTHER))),
-    ("nf4", "bits of another", lambda f: configure(f, lambda c: c["quantization_config"].update(load_in_4bit=False, _load_in_4bit=False, load_in_8bit=True, _load_in_8bit=True)), Planted("quantization_config", ("8 bits",))),
-    ("llm_int8", "norms swapped", lambda f: change(f, lambda t: swap(t, "model.layers.0.input_layernorm.weight", "model.layers.1.input_layernorm.weight")), Planted("model.layers.0.input_layernorm.weight", ("model.layers.1.input_layernorm",))),
-    ("llm_int8", "weight missing", lambda f: change(f, lambda t: t.pop("model.layers.1.post_attention_layernorm.weight")), Planted("model.layers.1.post_attention_layernorm.weight", ("missing",))),
+    (
+        "int4",
+        "layer excepted and packed",
+        lambda f: configure(f, lambda c: c["quantization_config"]["ignore"].append(K)),
+        Planted(K, ("leaves this layer as it is",)),
+    ),
+    (
+        "int4-asymmetric",
+        "constant scales",
+        lambda f: change(
+            f, lambda t: put(t, f"{UP}.weight_scale", lambda s: torch.full_like(s, float(s.float().mean())))
+        ),
+        Planted(UP, ("scales are the same",)),
+    ),
+    (
+        "int8",
+        "rows off",
+        lambda f: change(f, lambda t: put(t, f"{UP}.weight", lambda w: torch.cat([w[:50], w[50:55].flip(1), w[55:]]))),
+        Planted(UP, ("5 of 192 rows",)),
+    ),
+    (
+        "int8",
+        "scales swapped",
+        lambda f: change(f, lambda t: swap(t, f"{UP}.weight_scale", f"{OTHER}.weight_scale")),
+        Planted(UP, ("scales of", OTHER)),
+    ),
+    (
+        "nf4",
+        "nibbles swapped",
+        lambda f: change(f, lambda t: put(t, f"{UP}.weight", nibbles)),
+        Planted(UP, ("nibbles",)),
+    ),
+    (
+        "nf4",
+        "absmax swapped",
+        lambda f: change(
+            f,
+            lambda t: [
+                swap(t, f"{UP}.weight.{p}", f"{OTHER}.weight.{p}")
+                for p in ("absmax", "nested_absmax", "quant_state.bitsandbytes__nf4")
+            ],
+        ),
+        Planted(UP, ("scales of", OTHER)),
+    ),
+    (
+        "nf4",
+        "bits of another",
+        lambda f: configure(
+            f,
+            lambda c: c["quantization_config"].update(
+                load_in_4bit=False, _load_in_4bit=False, load_in_8bit=True, _load_in_8bit=True
+            ),
+        ),
+        Planted("quantization_config", ("8 bits",)),
+    ),
+    (
+        "llm_int8",
+        "norms swapped",
+        lambda f: change(
+            f, lambda t: swap(t, "model.layers.0.input_layernorm.weight", "model.layers.1.input_layernorm.weight")
+        ),
+        Planted("model.layers.0.input_layernorm.weight", ("model.layers.1.input_layernorm",)),
+    ),
+    (
+        "llm_int8",
+        "weight missing",
+        lambda f: change(f, lambda t: t.pop("model.layers.1.post_attention_layernorm.weight")),
+        Planted("model.layers.1.post_attention_layernorm.weight", ("missing",)),
+    ),
     ("llm_int8", "angle of another", lambda f: configure(f, _angle), Planted("rope", ())),
-    ("llm_int8", "heads of another", lambda f: configure(f, lambda c: c.update(num_attention_heads=8, num_key_value_heads=4, head_dim=8)), Planted("num_attention_heads", ("in the original 4",))),
-    ("llm_int8", "fewer layers", lambda f: configure(f, lambda c: c.update(num_hidden_layers=1)), Planted("num_hidden_layers", ("further blocks",))),
-    ("ternary", "scale too small", lambda f: change(f, lambda t: put(t, f"{UP}.weight_scale", lambda s: s * 3)), Planted(UP, ("times what they should be",))),
+    (
+        "llm_int8",
+        "heads of another",
+        lambda f: configure(f, lambda c: c.update(num_attention_heads=8, num_key_value_heads=4, head_dim=8)),
+        Planted("num_attention_heads", ("in the original 4",)),
+    ),
+    (
+        "llm_int8",
+        "fewer layers",
+        lambda f: configure(f, lambda c: c.update(num_hidden_layers=1)),
+        Planted("num_hidden_layers", ("further blocks",)),
+    ),
+    (
+        "ternary",
+        "scale too small",
+        lambda f: change(f, lambda t: put(t, f"{UP}.weight_scale", lambda s: s * 3)),
+        Planted(UP, ("times what they should be",)),
+    ),
     ("gguf", "file cut short", _cut, Planted("model.gguf", ("cut short",))),
     ("gguf", "blocks swapped", _swap_blocks, Planted(UP, ("holds what the original has as", OTHER))),
-    ("gguf", "rows of another layout", lambda f: _bytes(f, "blk.1.attn_k.weight", _neighbours), Planted(K, ("rotary layout",))),
+    (
+        "gguf",
+        "rows of another layout",
+        lambda f: _bytes(f, "blk.1.attn_k.weight", _neighbours),
+        Planted(K, ("rotary layout",)),
+    ),
     ("gguf", "nibbles swapped", lambda f: _bytes(f, "blk.1.ffn_up.weight", _block_nibbles), Planted(UP, ("nibbles",))),
     ("gguf", "scale is no number", lambda f: _bytes(f, "blk.1.ffn_up.weight", _block_nan), Planted(UP, ("finite",))),
     ("gguf", "tensor missing", _rename, Planted(UP, ("missing",))),
-    ("plain", "head that is tied and differs", lambda f: change(f, lambda t: t.update({"lm_head.weight": torch.randn_like(t["model.embed_tokens.weight"])})), Planted("lm_head.weight", ("ties",))),
-    ("plain", "transposed", lambda f: change(f, lambda t: put(t, f"{Q}.weight", lambda w: w.t())), Planted(Q, ("transposed",))),
-    ("plain", "constant", lambda f: change(f, lambda t: put(t, f"{UP}.weight", torch.zeros_like)), Planted(UP, ("same",))),
-    ("plain", "shape", lambda f: change(f, lambda t: put(t, f"{UP}.weight", lambda w: w[:100])), Planted(UP, ("shape",))),
-    ("plain", "shard missing", lambda f: _shards(f, lambda files: files[1].unlink()), Planted("model-00002-of-00002.safetensors", ("missing",))),
-    ("plain", "index of another", lambda f: _shards(f, lambda files: configure(f, lambda c: c["weight_map"].update({f"{UP}.weight": files[0].name}), "model.safetensors.index.json")), Planted(UP, ("places it",))),
+    (
+        "plain",
+        "head that is tied and differs",
+        lambda f: change(f, lambda t: t.update({"lm_head.weight": torch.randn_like(t["model.embed_tokens.weight"])})),
+        Planted("lm_head.weight", ("ties",)),
+    ),
+    (
+        "plain",
+        "transposed",
+        lambda f: change(f, lambda t: put(t, f"{Q}.weight", lambda w: w.t())),
+        Planted(Q, ("transposed",)),
+    ),
+    (
+        "plain",
+        "constant",
+        lambda f: change(f, lambda t: put(t, f"{UP}.weight", torch.zeros_like)),
+        Planted(UP, ("same",)),
+    ),
+    (
+        "plain",
+        "shape",
+        lambda f: change(f, lambda t: put(t, f"{UP}.weight", lambda w: w[:100])),
+        Planted(UP, ("shape",)),
+    ),
+    (
+        "plain",
+        "shard missing",
+        lambda f: _shards(f, lambda files: files[1].unlink()),
+        Planted("model-00002-of-00002.safetensors", ("missing",)),
+    ),
+    (
+        "plain",
+        "index of another",
+        lambda f: _shards(
+            f,
+            lambda files: configure(
+                f, lambda c: c["weight_map"].update({f"{UP}.weight": files[0].name}), "model.safetensors.index.json"
+            ),
+        ),
+        Planted(UP, ("places it",)),
+    ),
     ("plain", "tokens moved", lambda f: _move_tokens(f), Planted("tokenizer.json", ("other numbers",))),
-    ("plain", "template of another", lambda f: (f / "chat_template.jinja").write_text("{{ messages[0].content }}"), Planted("chat_template", ())),
+    (
+        "plain",
+        "template of another",
+        lambda f: (f / "chat_template.jinja").write_text("{{ messages[0].content }}"),
+        Planted("chat_template", ()),
+    ),
 )
