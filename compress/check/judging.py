@@ -12,8 +12,11 @@ from compress.check.findings import Finding, Kind, Level
 from compress.check.folding import check_folding
 from compress.check.layers import experts
 
-# Packed weights whose error is this many times that of rounding to nearest are off: calibrated codes stay below.
-OFF, FAR = 2.0, 3.0
+# Packed weights whose error is this many times that of rounding to nearest are off: GPTQ on little text comes to twice
+# as much, for its codes make up for each other. Beside siblings less is enough; a cosine so low is off in any case.
+_OFF, _FAR = 3.0, 4.0
+_BESIDE, _BESIDE_AT_LEAST = 2.5, 1.8
+_COSINE = 0.6
 # From this share of the matrices on a difference is the model's, not a weight's.
 _EVERYWHERE = 0.75
 # How much farther than its siblings one weight is before it is named all the same.
@@ -36,7 +39,9 @@ def judge_weights(examined: Sequence[Examined]) -> list[Finding]:
     compared = [one for one in examined if one.weight.error is not None]
     folding, explained = check_folding(examined)
     faulty = {finding.where for finding in folding}
-    off = [one for one in compared if one.weight.name not in explained and _is_off(one)]
+    factors = [factor for one in compared if (factor := one.weight.factor) is not None]
+    usual = median(factors) if factors else 1.0
+    off = [one for one in compared if one.weight.name not in explained and _is_off(one, usual)]
     swapped = likeness.find_swapped(examined, off)
     faulty |= {finding.where for finding in swapped}
     known = faulty | explained | {one.weight.name for one in off if one.cause is not None}
@@ -52,10 +57,15 @@ def judge_weights(examined: Sequence[Examined]) -> list[Finding]:
     return [*findings, *_uncaused(compared, left), *_experts(examined)]
 
 
-def _is_off(one: Examined) -> bool:
+def _is_off(one: Examined, usual: float) -> bool:
+    """`usual`: the median factor of the model's packed weights."""
     weight = one.weight
     assert weight.error is not None
-    return one.cause is not None or is_off(weight.error, weight.nearest, OFF)
+    if one.cause is not None or is_off(weight.error, weight.nearest, _OFF):
+        return True
+    factor = weight.factor
+    beside = factor is not None and factor > max(_BESIDE * usual, _BESIDE_AT_LEAST)
+    return beside or (weight.packed and _cosine(one) < _COSINE)
 
 
 def _rows(compared: Sequence[Examined]) -> list[Finding]:
@@ -127,7 +137,7 @@ def _alone(one: Examined) -> Finding:
     weight = one.weight
     if weight.factor is not None:
         says = f"relative error {weight.error:.3g}, {weight.factor:.3g} times that of rounding to nearest"
-        level: Level = "broken" if weight.factor > FAR or _cosine(one) < 0.7 else "suspicious"
+        level: Level = "broken" if weight.factor > _FAR or _cosine(one) < 0.7 else "suspicious"
     elif weight.packed:
         says, level = f"relative error {weight.error:.3g}", "broken" if _cosine(one) < 0.7 else "suspicious"
     else:

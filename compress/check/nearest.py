@@ -11,6 +11,8 @@ from runtime.formats.schemes import KINDS
 
 _LEVELS = {"nf4": nf4.LEVELS, "mxfp4": mxfp4.LEVELS}
 _TINY = 1e-30
+# Rows of which the codes are counted.
+_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,11 @@ def grid_of(weight: PackedWeight, mean: float) -> Grid | None:
         return None
     bits = scheme.bits
     if scheme.kind == "int8":
-        # Some formats keep codes of fewer bits in eight (GGUF's Q5 and Q6).
+        # Some formats keep codes of fewer bits in eight (GGUF's Q5 and Q6), or a few levels of them (its IQ4).
         low, high = (int(value) for value in torch.aminmax(weight.codes))
         span = high - low if weight.offset is not None else 2 * max(high, -low - 1) + 1
-        bits = max(2, min(8, span.bit_length()))
+        used = int(torch.bincount(weight.codes[:_ROWS].flatten().to(torch.int32) + 128).count_nonzero())
+        bits = max(2, min(8, span.bit_length(), (used - 1).bit_length()))
     return Grid(scheme.kind, bits, scheme.group_size or weight.shape[1], weight.offset is not None, mean)
 
 

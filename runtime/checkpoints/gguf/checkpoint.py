@@ -26,7 +26,7 @@ from runtime.formats.tensors import check_finite
 
 _KINDS: dict[str, tuple[Kind, int]] = (
     dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), ("int4", 4))
-    | dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0"), ("int8", 8))
+    | dict.fromkeys(("Q2_K", "Q3_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS"), ("int8", 8))
     | dict.fromkeys(("TQ1_0", "TQ2_0"), ("ternary", 2))
     | {"MXFP4": ("mxfp4", 4)}
 )
