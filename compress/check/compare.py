@@ -14,6 +14,8 @@ _SKETCH = 32
 # Rows that causes are tried on: whole runs of _RUN, for some layouts interleave rows.
 _SAMPLE, _RUN = 256, 32
 _TINY = 1e-30
+# The smallest factor of a scaling.
+_LEAST = 1e-4
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,11 +184,13 @@ def find_scaling(ours: Stored, original: Tensor) -> Scaling:
 
 
 def _ratio(above: Tensor, below: Tensor) -> Tensor:
-    return torch.where(below > _TINY, above / below.clamp_min(_TINY), 1.0)
+    """Factors, all positive: columns that were rounded to zeros have none of their own."""
+    return torch.where(below > _TINY, above / below.clamp_min(_TINY), 1.0).clamp_min(_LEAST)
 
 
 def spread_of(factors: Tensor) -> float:
-    """How much factors differ: the standard deviation of their logarithms; infinite where some are not positive."""
-    if bool((factors <= 0).any()):
-        return float("inf")
-    return float(factors.log().std()) if factors.numel() > 1 else 0.0
+    """How much factors differ: the standard deviation of the logarithms of the positive ones, the ends left out."""
+    logs = factors[factors > _LEAST].log().sort().values
+    cut = len(logs) // 20
+    logs = logs[cut : len(logs) - cut]
+    return float(logs.std()) if logs.numel() > 1 else 0.0

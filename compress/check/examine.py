@@ -33,10 +33,10 @@ class Examined:
 
     sight     of itself; weight: the row of the result.
     original  the original's sketch; None: there is no such weight there, or of another shape.
-    cause     a reading that would fit.
-    scaling   by which the original was multiplied; wanted: scales that would fit, (rows, G), of the rows `which`.
-    scale     the stored scales of those rows.
-    rows      each row's squared error over what it should be.
+    cause     a reading that would fit; scaling: by which the original was multiplied.
+    scale     the stored scales, where they may be another weight's.
+    rows      each row's squared error over what it should be; ratio: ours over the original's, of a vector.
+    emptied   share of zeros beyond those of rounding to nearest.
     """
 
     weight: Weight
@@ -45,9 +45,9 @@ class Examined:
     cause: Cause | None = None
     scaling: Scaling | None = None
     scale: Tensor | None = None
-    which: Tensor | None = None
     rows: Tensor | None = None
     ratio: Tensor | None = None
+    emptied: float = 0.0
 
 
 def examine(
@@ -120,15 +120,15 @@ def _one(
     )
     far = cause is not None or scaling is not None
     return Examined(
-        row.model_copy(update={"zeros": sight.zeros - min(found.zeros, sight.zeros)}) if row.packed else row,
+        row,
         sight,
         sketch_of(real),
         cause,
         scaling,
         scale if far or _is_small(scale) else None,
-        None if cause is None else cause.rows,
         found.rows,
         _plain_ratio(weight, real) if not row.packed and found.error > PLAIN / 2 else None,
+        sight.zeros - (found.zeros if row.packed else 0.0),
     )
 
 
@@ -162,7 +162,7 @@ def _nearest_reading(weight: Stored, real: Tensor) -> tuple[Distance, Scaling | 
         return found, None, cause
     scaling = find_scaling(weight, real)
     varied = [spread_of(scaling.rows), spread_of(scaling.columns)]
-    if max(varied) == float("inf") or max(varied) < _VARIED:
+    if max(varied) < _VARIED:
         return found, None, cause
     scaled = distance(weight, real, scaling)
     if scaled.error > _NEARER * min(found.error, found.error if cause is None else cause.error):

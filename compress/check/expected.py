@@ -12,7 +12,7 @@ from compress.check.examine import Examined
 from compress.check.findings import Finding, Kind, Level
 from compress.check.layers import by_weight, experts, read, whole
 from compress.check.opening import Opened
-from compress.check.originals import HEADS, Originals, find_embedding
+from compress.check.originals import DRAFT, HEADS, Originals, find_embedding
 from compress.errors import UserError
 from compress.model.structure import ModelStructure, read_structure
 from runtime.checkpoints.architecture import describe
@@ -20,7 +20,6 @@ from runtime.checkpoints.gguf.names import FORMS
 from runtime.checkpoints.gguf.parts import parts
 from runtime.errors import UserError as RuntimeFloorError
 
-_DRAFT = re.compile(r"(^|[._])(mtp|nextn|eagle\d?|medusa)(_\w+)?[.\d]", re.IGNORECASE)
 # Files of drafts that stand beside a model.
 _DRAFT_FILES = ("*medusa*", "*eagle*", "*mtp*")
 _HARMLESS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".masked_bias", ".position_ids")
@@ -57,7 +56,7 @@ def check_names(opened: Opened, structure: ModelStructure | None, originals: Ori
     elif opened.header is not None and opened.config:
         findings += _by_parts(opened, weights)
     if originals is not None and structure is None:
-        gone = [n for n in originals.names if n not in weights and not _DRAFT.search(n) and n not in HEADS]
+        gone = [n for n in originals.names if n not in weights and not DRAFT.search(n) and n not in HEADS]
         if opened.header is None and opened.config:
             findings += _missing(gone)
     return [*findings, *_gaps(weights)]
@@ -101,7 +100,7 @@ def _by_structure(
         place = structure.names.place(name)
         if place.is_part or place.name in known or name.endswith(_HARMLESS):
             continue
-        if structure.is_beside(name) or _DRAFT.search(name):
+        if structure.is_beside(name) or DRAFT.search(name):
             continue
         if structure.is_draft_head(name):
             behind.append(name)
@@ -273,7 +272,7 @@ def check_draft_heads(opened: Opened, structure: ModelStructure | None, original
 
 def _is_draft_head(name: str, layers: Any) -> bool:
     match = re.search(r"\.layers\.(\d+)\.", f".{name}")
-    return _DRAFT.search(name) is not None or (
+    return DRAFT.search(name) is not None or (
         match is not None and isinstance(layers, int) and int(match[1]) >= layers
     )
 

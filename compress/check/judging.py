@@ -17,6 +17,8 @@ from compress.check.layers import experts
 _OFF, _FAR = 3.0, 4.0
 _BESIDE, _BESIDE_AT_LEAST = 2.5, 1.8
 _COSINE = 0.6
+# Where half of all weights are farther than this, the model is, and its weights are counted as they are beside siblings.
+_USUAL = 2.2
 # From this share of the matrices on a difference is the model's, not a weight's.
 _EVERYWHERE = 0.75
 # How much farther than its siblings one weight is before it is named all the same.
@@ -61,7 +63,8 @@ def _is_off(one: Examined, usual: float) -> bool:
     """`usual`: the median factor of the model's packed weights."""
     weight = one.weight
     assert weight.error is not None
-    if one.cause is not None or is_off(weight.error, weight.nearest, _OFF):
+    most = _BESIDE_AT_LEAST if usual > _USUAL else _OFF
+    if one.cause is not None or is_off(weight.error, weight.nearest, most):
         return True
     factor = weight.factor
     beside = factor is not None and factor > max(_BESIDE * usual, _BESIDE_AT_LEAST)
@@ -160,7 +163,7 @@ def _everywhere(far: Sequence[Examined]) -> Finding:
     where = "all weights" if len(far) > 1 else far[0].weight.name
     even = "everywhere, evenly" if max(map(_error, far)) < _WORSE * error else "everywhere"
     start = f"far from the original {even} (relative error {error:.3g})"
-    if zeros > _PRUNED:
+    if median(one.emptied for one in far) > _PRUNED:
         return _finding("note", "trained", where, f"{start}: pruned, not broken; {zeros:.0%} zeros")
     if cosine < 0.2:
         says = f"{start}: the weights have next to nothing in common with the original's: rotated, or another model"

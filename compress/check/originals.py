@@ -14,6 +14,8 @@ _PREFIXES = ("model.", "language_model.", "model.language_model.", "transformer.
 # Mixtral's old names of an expert's layers.
 _OLD = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+# Multi-token prediction, EAGLE and Medusa.
+DRAFT = re.compile(r"(^|[._])(mtp|nextn|eagle\d?|medusa)(_\w+)?[.\d]", re.IGNORECASE)
 HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 
 

@@ -8,7 +8,7 @@ from compress.check.examine import Examined
 from compress.check.findings import Finding, Kind, Level
 from compress.check.layers import by_weight, is_packed, kind_of, read
 from compress.check.opening import Opened
-from compress.check.originals import HEADS
+from compress.check.originals import DRAFT, HEADS
 from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight
 from runtime.formats.patterns import trouble
@@ -100,7 +100,7 @@ def _coverage(config: Mapping[str, Any], examined: Sequence[Examined], packed: S
             continue
         if chosen is not None and not any(layer.endswith(f".{name}") for name in chosen):
             continue
-        if config.get("quant_method") == "specpress-trellis":
+        if DRAFT.search(weight.name) or config.get("quant_method") == "specpress-trellis":
             continue
         why = "its siblings in other blocks are packed" if weight.kind in kinds else "config.json does not except it"
         says = f"is stored plain ({weight.stored}), and {why}: loaders expect packed codes"
