@@ -113,6 +113,10 @@ def _readings(sample: Sample) -> Iterator[Reading]:
                 codes(lambda c: torch.where(c >= low + half, c - half, c + half)),
             )
             yield "codes", "the codes are counted from the other end", codes(lambda c: low + high - c)
+    if integers and part.scheme.bits == 8:
+        swapped = "the halves of each code are swapped: nibbles"
+        yield "codes", swapped, codes(lambda c: _halves_of(c.int() + 128) - 128)
+        yield "codes", swapped, codes(lambda c: (_halves_of(c.int() & 255) ^ 128) - 128)
     if kind.levels:
         yield "codes", "the codes are counted from the other end", codes(lambda c: 15 - c)
     for says, change in ORDERS_OF_CODES:
@@ -127,6 +131,11 @@ def _readings(sample: Sample) -> Iterator[Reading]:
             "the order of inputs is turned round",
             lambda: formats.dequantize(replace(part, perm=perm.argsort())),
         )
+
+
+def _halves_of(octets: Tensor) -> Tensor:
+    """Bytes with their halves exchanged."""
+    return octets >> 4 | (octets & 15) << 4
 
 
 def _zero_points(sample: Sample) -> Iterator[Reading]:

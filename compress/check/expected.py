@@ -272,9 +272,7 @@ def check_draft_heads(opened: Opened, structure: ModelStructure | None, original
 
 def _is_draft_head(name: str, layers: Any) -> bool:
     match = re.search(r"\.layers\.(\d+)\.", f".{name}")
-    return DRAFT.search(name) is not None or (
-        match is not None and isinstance(layers, int) and int(match[1]) >= layers
-    )
+    return DRAFT.search(name) is not None or (match is not None and isinstance(layers, int) and int(match[1]) >= layers)
 
 
 def _behind(opened: Opened) -> list[str]:

@@ -17,7 +17,7 @@ from compress.check.layers import experts
 _OFF, _FAR = 3.0, 4.0
 _BESIDE, _BESIDE_AT_LEAST = 2.5, 1.8
 _COSINE = 0.6
-# Where half of all weights are farther than this, the model is, and its weights are counted as they are beside siblings.
+# Where half of all weights are farther than this, the model is; its weights are then counted as beside siblings.
 _USUAL = 2.2
 # From this share of the matrices on a difference is the model's, not a weight's.
 _EVERYWHERE = 0.75
