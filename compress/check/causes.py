@@ -94,6 +94,10 @@ def _readings(sample: Sample) -> Iterator[Reading]:
 
     def codes(change: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
         def read() -> Tensor:
+            if kind.is_float:
+                # torch moves floats of eight bits as bytes only.
+                octets = change(part.codes.view(torch.uint8)).contiguous()
+                return formats.dequantize(replace(part, codes=octets.view(part.codes.dtype)))
             if part.perm is None:
                 return formats.dequantize(replace(part, codes=change(part.codes).contiguous()))
             # Files hold codes in the order of the inputs.

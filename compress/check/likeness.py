@@ -9,8 +9,9 @@ from torch import Tensor
 from compress.check.examine import Examined
 from compress.check.findings import Finding
 
-# How much nearer another original has to be; and the relative distance up to which it is that one.
-_NEARER, _AT_MOST = 0.6, 0.75
+# How much nearer another original has to be; and the relative distance up to which it is that one,
+# of matrices and of vectors, which are all much alike.
+_NEARER, _AT_MOST, _VECTOR = 0.6, 0.75, 0.05
 # Relative difference of scales up to which they are the wanted ones.
 _SAME_SCALES = 0.08
 
@@ -33,7 +34,8 @@ def find_swapped(examined: Sequence[Examined], suspects: Sequence[Examined]) -> 
         own = float((one.original - sketch).norm() / one.original.norm().clamp_min(1e-20))
         place = int(far.argmin())
         other = groups[one.weight.shape][place].weight.name
-        if other != one.weight.name and float(far[place]) < min(_NEARER * own, _AT_MOST):
+        most = _AT_MOST if len(one.weight.shape) > 1 else _VECTOR
+        if other != one.weight.name and float(far[place]) < min(_NEARER * own, most):
             says = f"holds what the original has as {other}: the two are swapped, or one was written twice"
             findings.append(Finding(level="broken", kind="swapped", where=one.weight.name, says=says))
     return findings

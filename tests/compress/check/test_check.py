@@ -100,7 +100,7 @@ def test_experts_are_compared_with_their_siblings(tiny: Tiny, mixture: Path, tmp
     assert check(mixture, tiny("qwen3_moe")).verdict == "good"
     plain = tmp_path / "plain"
     shutil.copytree(mixture, plain)
-    planted._plain(plain, EXPERT)
+    planted.leave_plain(plain, EXPERT)
     assert "up_proj of expert 2 is stored plain" in said(check(plain, tiny("qwen3_moe")), "broken")
 
     def coarse(tensors: dict[str, Tensor]) -> None:

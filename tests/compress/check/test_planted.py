@@ -9,7 +9,8 @@ import pytest
 from compress.check import check
 from compress.check.findings import Result
 from tests.compress.check import planted
-from tests.compress.check.planted import FAULTS, Planted
+from tests.compress.check.faults import FAULTS
+from tests.compress.check.planted import Planted
 
 Tiny = Callable[..., Path]
 FORMS = tuple(dict.fromkeys(form for form, *_ in FAULTS))
