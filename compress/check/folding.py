@@ -12,8 +12,8 @@ from compress.check.examine import Examined
 from compress.check.findings import Finding
 from compress.check.layers import layer_number
 
-# How near the product of both halves has to be to 1, the same over how much factors differ, and how near the factor that
-# all have in common; how much they differ before they count as factors.
+# How near the product of both halves has to be to 1, the same over how much factors differ, and how near the factor
+# that all have in common; how much they differ before they count as factors.
 _NEAR, _SHARE, _COMMON, _VARIED = 0.06, 0.4, 0.1, 0.03
 
 
