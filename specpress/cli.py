@@ -28,6 +28,7 @@ COMMANDS = {
     "best": Entry("compress.best.__main__", "app", "Find the best bits and drafter under a budget."),
     "sweep": Entry("compress.sweep", "app", "Run several recipes, and compare them in one table."),
     "export": Entry("compress.export.__main__", "app", "Write a run in other engines' formats."),
+    "check": Entry("compress.check.__main__", "app", "Check a compressed model, whoever wrote it."),
     "report": Entry("specpress.report", "command", "Show the report of a run."),
     "push": Entry("specpress.push", "command", "Upload a run to the Hugging Face hub, with a model card."),
     "audit": Entry("runtime.audit.__main__", "app", "Audit an engine whose speculation is called lossless."),

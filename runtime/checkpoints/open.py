@@ -33,7 +33,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         return open_gguf(directory)
     config = read_json(inside(directory, "config.json", "config.json"))
     model_config.check(config, f"{directory.name}/config.json")
-    if config.get("quantization_config") is None and (older := _older_quantization(directory)) is not None:
+    if config.get("quantization_config") is None and (older := older_quantization(directory)) is not None:
         config["quantization_config"] = older
     try:
         formats.check_supported(config.get("quantization_config"))
@@ -42,7 +42,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     return Checkpoint(directory, config, Shards(directory))
 
 
-def _older_quantization(directory: Path) -> dict[str, Any] | None:
+def older_quantization(directory: Path) -> dict[str, Any] | None:
     """What files of their own say where config.json says nothing: AutoGPTQ's and AutoAWQ's first form."""
     for method, name in (("gptq", "quantize_config.json"), ("awq", "quant_config.json")):
         if (directory / name).is_file():

@@ -66,7 +66,7 @@ class Shards(Mapping[str, Tensor]):
         said_by = "config.json" if file else INDEX if places else SINGLE
         names = sorted(set(places.values())) or [file or SINGLE]
         self.files: tuple[Path, ...] = tuple(inside(directory, name, said_by) for name in names)
-        entries = {name: entry for file in self.files for name, entry in _header(file).items()}
+        entries = {name: entry for file in self.files for name, entry in header(file).items()}
         for name, file in places.items():
             if name not in entries or entries[name].file != directory / file:
                 raise UserError(f"{directory.name}/{file}: tensor {name} is missing, though {INDEX} places it there")
@@ -124,7 +124,8 @@ def _weight_map(directory: Path) -> dict[str, str]:
     raise UserError(f"{directory.name}: {neither}; give a directory with safetensors weights")
 
 
-def _header(path: Path) -> dict[str, Entry]:
+def header(path: Path) -> dict[str, Entry]:
+    """The tensors of one file. Raises UserError for one that is cut short or no safetensors file."""
     from safetensors import SafetensorError, safe_open
 
     try:

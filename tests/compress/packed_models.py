@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from runtime import formats
 from runtime.checkpoints.open import open_checkpoint
-from runtime.formats import int4, int8, nf4, ternary
+from runtime.formats import fp8, int4, int8, nf4, ternary
 from runtime.formats.packed import PackedWeight
 
 SCHEMES = (
@@ -38,6 +38,8 @@ def pack(kind: str, weight: torch.Tensor) -> PackedWeight:
         return nf4.pack(weight)
     if kind == "ternary":
         return ternary.pack(weight)
+    if kind == "fp8":
+        return fp8.pack(weight)
     bits = {"int6": 6, "int4": 4, "int3": 3, "int2": 2}[kind.split("-")[0]]
     size = {"int4-rows": 0, "int4-ordered": 16}.get(kind, 32)
     made = int4.pack(weight, size, bits=bits, symmetric="asymmetric" not in kind)

@@ -12,7 +12,7 @@ _CONFIG = f"{FOLDER}/openvino.json"
 _TARGET, _DRAFT = f"{FOLDER}/openvino/target", f"{FOLDER}/openvino/draft"
 _DEVICE = "CPU"
 # What its GGUF reader knows: of architectures, and of types those that our weights become.
-_GGUF_FAMILIES = frozenset({"llama", "qwen2", "qwen3"})
+GGUF_FAMILIES = frozenset({"llama", "qwen2", "qwen3"})
 _GGUF_KINDS = frozenset({"int4", "int8", "nf4"})
 
 _CODE = """import json
@@ -49,13 +49,13 @@ def section(facts: Facts) -> Section:
             facts.declared
             and "Take quantization_config out of a copy of config.json first: it names the cache's scales only.",
         )
-    elif facts.model_type in _GGUF_FAMILIES and facts.kinds <= _GGUF_KINDS:
+    elif facts.model_type in GGUF_FAMILIES and facts.kinds <= _GGUF_KINDS:
         found = target.exported(facts, "gguf", file="model.gguf")
         pipeline = {"models_path": found.path, "device": _DEVICE, "prompt_lookup": True}
         needs = target.needs(found)
         said = ("Quantised weights come as GGUF, and a GGUF has no draft here: n-grams of the prompt draft.",)
     else:
-        families = ", ".join(sorted(_GGUF_FAMILIES))
+        families = ", ".join(sorted(GGUF_FAMILIES))
         said = (
             f"OpenVINO GenAI reads OpenVINO's own format and GGUF of {families} without ternary weights: not"
             f" {target.contents(facts)} of a {facts.model_type}. Convert the original with optimum-cli.",

@@ -101,7 +101,7 @@ def read(run: Path) -> Facts:
     return Facts(
         name=re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-"),
         model_type=re.sub(r"[^A-Za-z0-9_-]", "", str(config.get("model_type", ""))),
-        **_packed(quantization),
+        **packed(quantization),
         cache=cache if cache is not None or not declared else "int8",
         declared=declared,
         heads=heads,
@@ -137,7 +137,7 @@ def _forms(folder: Path) -> frozenset[str]:
     return frozenset(path.parent.name for path in folder.glob(f"*/{ABOUT}"))
 
 
-def _packed(quantization: Mapping[str, Any]) -> dict[str, Any]:
+def packed(quantization: Mapping[str, Any]) -> dict[str, Any]:
     """`Facts`' fields on the weights, from config.json's quantization_config."""
     method = quantization.get("quant_method", "bitsandbytes") if quantization else None
     if method == "bitsandbytes":

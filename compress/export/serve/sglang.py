@@ -8,13 +8,13 @@ from compress.export.serve.run_facts import Facts
 KEY, TITLE, PACKAGE = "sglang", "SGLang", "sglang"
 PORT, PREFILL_PORT, DECODE_PORT, ROUTER_PORT = 30000, 30001, 30002, 30000
 _BOOTSTRAP = 8998
-_ACCEPTED = frozenset({None, "compressed-tensors", "gptq", "awq", "bitsandbytes"})
+ACCEPTED = frozenset({None, "compressed-tensors", "gptq", "awq", "bitsandbytes"})
 _FORMS = ("compressed-tensors", "gptq", "awq")
 TABLES = {"--speculative-algorithm": "algorithm", "--disaggregation-mode": "disaggregation_mode"}
 
 
 def section(facts: Facts) -> Section:
-    found = target.target(facts, _ACCEPTED, _FORMS)
+    found = target.target(facts, ACCEPTED, _FORMS)
     if found is None:
         return Section(KEY, TITLE, _lines(facts, found))
     serve = f"python -m sglang.launch_server --model-path ./{found.path} --served-model-name {facts.name} --host {HOST}"

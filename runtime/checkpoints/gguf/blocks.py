@@ -4,7 +4,9 @@ Every type that is read here fits a grid of ours exactly, so nothing is rounded:
 
     Q4_0             int4, groups of 32           Q4_1, Q4_K  int4, groups of 32, with offsets (the negated minima)
     Q5_0, Q8_0       int8, groups of 32           Q5_1, Q5_K  int8, groups of 32, with offsets
-    Q6_K             int8, groups of 16           TQ1_0, TQ2_0  ternary; groups of 256 where the scales differ
+    Q3_K, Q6_K       int8, groups of 16           Q2_K        int8, groups of 16, with offsets
+    IQ4_NL, IQ4_XS   int8, groups of 32: sixteen levels, all whole numbers
+    TQ1_0, TQ2_0     ternary; groups of 256 where the scales differ
     MXFP4            mxfp4: codes of levels, and powers of two
 
 A K-quant's scales are products of a float16 and a 6-bit or 8-bit number, which float32 holds. The layouts are those of
@@ -23,6 +25,7 @@ Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 _LOW = np.uint8(15)
 _PAIRS = np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)
+_LEVELS = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 _POWERS_OF_3 = np.array([1, 3, 9, 27, 81], np.uint8)
 
 
@@ -87,6 +90,35 @@ def _k_nibbles(packed: Bytes) -> Bytes:
     return np.concatenate((quarters & _LOW, quarters >> 4), axis=-2).reshape(*packed.shape[:-1], 8, 32)
 
 
+def _quarters(packed: Bytes) -> Bytes:
+    """(…, 8, 32): of every 32 bytes the lowest two bits are a group, then the next two, and so on."""
+    return (packed.reshape(*packed.shape[:-1], 2, 1, 32) >> _PAIRS & np.uint8(3)).reshape(*packed.shape[:-1], 8, 32)
+
+
+def _q2_k(b: Bytes) -> _Parts:
+    """Of a byte for each group of 16 the low half is its scale, the high half its minimum."""
+    scale = _half(b, 80) * (b[..., :16] & _LOW).astype(np.float32)
+    return _quarters(b[..., 16:80]), scale, _half(b, 82) * (b[..., :16] >> 4).astype(np.float32)
+
+
+def _q3_k(b: Bytes) -> _Parts:
+    """The third bits of eight groups of 32 share 32 bytes. Scales have six bits: halves of eight bytes, and two bits of
+    four bytes more."""
+    high = b[..., :32].reshape(*b.shape[:-1], 1, 32) >> np.arange(8, dtype=np.uint8).reshape(8, 1) & np.uint8(1)
+    four = _nibbles(b[..., 96:104])
+    two = (b[..., 104:108].reshape(*b.shape[:-1], 1, 4) >> _PAIRS & np.uint8(3)).reshape(four.shape)
+    scale = _minus(four | two << np.uint8(4), 32).astype(np.float32)
+    return _minus(_quarters(b[..., 32:96]) | high << np.uint8(2), 4), _half(b, 108) * scale, None
+
+
+def _iq4_xs(b: Bytes) -> _Parts:
+    """Eight groups of 32: four bits of each scale are halves of four bytes, and two bits those of a 16-bit number."""
+    low = np.stack((b[..., 4:8] & _LOW, b[..., 4:8] >> 4), axis=-1).reshape(*b.shape[:-1], 8)
+    two = (b[..., 2:4].reshape(*b.shape[:-1], 2, 1) >> _PAIRS.reshape(4) & np.uint8(3)).reshape(low.shape)
+    scale = _minus(low | two << np.uint8(4), 32).astype(np.float32)
+    return _LEVELS[_nibbles(b[..., 8:].reshape(*b.shape[:-1], 8, 16))], _half(b, 0) * scale, None
+
+
 def _q5_k(b: Bytes) -> _Parts:
     groups = np.arange(8, dtype=np.uint8).reshape(8, 1)
     fifth = (b[..., 16:48].reshape(*b.shape[:-1], 1, 32) >> groups & 1) << 4
@@ -129,6 +161,10 @@ _UNPACK: dict[str, Callable[[Bytes], _Parts]] = {
     "Q5_0": lambda b: (_minus(_nibbles(b[..., 6:]) | _fifth_bits(b, 2), 16), _half(b, 0), None),
     "Q5_1": lambda b: (_nibbles(b[..., 8:]) | _fifth_bits(b, 4), _half(b, 0), -_half(b, 2)),
     "Q8_0": lambda b: (b[..., 2:].view(np.int8), _half(b, 0), None),
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "IQ4_NL": lambda b: (_LEVELS[_nibbles(b[..., 2:])], _half(b, 0), None),
+    "IQ4_XS": _iq4_xs,
     "Q4_K": lambda b: (_k_nibbles(b[..., 16:]), *_k_scales(b)),
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,

@@ -18,7 +18,7 @@ from runtime.checkpoints.gguf.config import configure
 from runtime.checkpoints.gguf.names import FORMS, HEAD, ROPE_FACTORS
 from runtime.checkpoints.gguf.part import Order, Part
 from runtime.checkpoints.gguf.parts import alternatives, numbers, parts
-from runtime.checkpoints.gguf.reader import BF16, F16, Header, TensorEntry, damaged, read_header
+from runtime.checkpoints.gguf.reader import BF16, F16, BlockType, Header, TensorEntry, damaged, read_header
 from runtime.checkpoints.safetensors import Entry, Shards
 from runtime.errors import UserError
 from runtime.formats import dequantize, ternary
@@ -27,7 +27,7 @@ from runtime.formats.tensors import check_finite
 
 _KINDS: dict[str, tuple[Kind, int]] = (
     dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), ("int4", 4))
-    | dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0"), ("int8", 8))
+    | dict.fromkeys(("Q2_K", "Q3_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS"), ("int8", 8))
     | dict.fromkeys(("TQ1_0", "TQ2_0"), ("ternary", 2))
     | {"MXFP4": ("mxfp4", 4)}
 )
@@ -76,6 +76,11 @@ class GgufTensors(Shards):
         if name not in self:
             raise UserError(f"{self.header.path.name}: tensor {name} is missing; the file is incomplete")
         return self._entries[name]
+
+    def kinds(self, name: str) -> list[BlockType]:
+        """The types of the file's tensors that hold a tensor: one, mostly. Raises UserError where it is missing."""
+        self.entry(name)
+        return [self.header.tensors[place.part.tensor].kind for place in self._places[name]]
 
     def __getitem__(self, name: str) -> Tensor:
         found = self.weight(name)

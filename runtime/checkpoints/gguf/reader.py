@@ -50,21 +50,25 @@ Q4_1 = BlockType("Q4_1", 3, 32, 20)
 Q5_0 = BlockType("Q5_0", 6, 32, 22)
 Q5_1 = BlockType("Q5_1", 7, 32, 24)
 Q8_0 = BlockType("Q8_0", 8, 32, 34)
+Q2_K = BlockType("Q2_K", 10, 256, 84)
+Q3_K = BlockType("Q3_K", 11, 256, 110)
 Q4_K = BlockType("Q4_K", 12, 256, 144)
 Q5_K = BlockType("Q5_K", 13, 256, 176)
 Q6_K = BlockType("Q6_K", 14, 256, 210)
+IQ4_NL = BlockType("IQ4_NL", 20, 32, 18)
+IQ4_XS = BlockType("IQ4_XS", 23, 256, 136)
 TQ1_0 = BlockType("TQ1_0", 34, 256, 54)
 TQ2_0 = BlockType("TQ2_0", 35, 256, 66)
 MXFP4 = BlockType("MXFP4", 39, 32, 17)
 
-TYPES: dict[int, BlockType] = {
-    kind.number: kind for kind in (F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, TQ1_0, TQ2_0, MXFP4)
-}
+_PLAIN, _SMALL = (F32, F16, BF16), (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4)
+_LARGE = (Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS, TQ1_0, TQ2_0)
+TYPES: dict[int, BlockType] = {kind.number: kind for kind in (*_PLAIN, *_SMALL, *_LARGE)}
 """The types that are read, by number."""
 
 UNREAD: dict[int, str] = (
-    {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 29: "IQ1_M", 40: "NVFP4"}
-    | dict(enumerate(("IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS"), start=16))
+    {9: "Q8_1", 15: "Q8_K", 29: "IQ1_M", 40: "NVFP4"}
+    | {16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S"}
     | dict(enumerate(("I8", "I16", "I32", "I64", "F64"), start=24))
 )
 """Names of types that are not read, so that a refusal can say what it met."""

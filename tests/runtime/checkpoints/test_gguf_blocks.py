@@ -19,7 +19,7 @@ gguf = pytest.importorskip("gguf")
 QUANTISED = [kind for kind in TYPES.values() if not kind.plain]
 # Bytes of a block at which its float16 numbers are.
 _HALVES = {"Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,)} | dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))
-_HALVES |= {"MXFP4": ()}
+_HALVES |= {"MXFP4": (), "Q2_K": (80, 82), "Q3_K": (108,)}
 _PACKAGE_QUANTISES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0")
 
 
