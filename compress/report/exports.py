@@ -90,7 +90,9 @@ def merged(report: Report, made: Sequence[Entry]) -> Report:
         entries[name], reasons[name] = ExportEntry(**entry, measured=None), {"measured": _LATER}
     for index, name in enumerate(sorted(entries)):
         missing |= {f"exports.{index}.{path}": why for path, why in reasons[name].items()}
-    return Report(**{**dict(report), "exports": [entries[name] for name in sorted(entries)], "not_measured": missing})
+    # What nobody gave stays so: a report of an older schema has less.
+    given = {name: getattr(report, name) for name in report.model_fields_set}
+    return Report(**{**given, "exports": [entries[name] for name in sorted(entries)], "not_measured": missing})
 
 
 def measure(entries: Sequence[Entry], task: Task) -> tuple[list[ExportEntry], Reasons]:
