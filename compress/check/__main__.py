@@ -32,7 +32,7 @@ def main(
     Ends with 0 where all is good, with 1 where something is suspicious or broken, with 2 for a mistake in the command.
     """
     with without_traceback(USER_ERRORS):
-        from compress.check import Text, check
+        from compress.check.check import Text, check
         from compress.check.show import show
         from compress.progress import show as show_progress
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from compress.check import Text, check
 from compress.check.__main__ import app
+from compress.check.check import Text, check
 from compress.check.findings import Result
 from compress.check.page import html
 from runtime import formats

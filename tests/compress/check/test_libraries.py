@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from calib import corpora
-from compress.check import Text, check
+from compress.check.check import Text, check
 from compress.export import silent
 from compress.export.gguf.file import write
 from compress.model.source import default_pair

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from compress.check import check
+from compress.check.check import check
 from compress.check.findings import Result
 from tests.compress.check import planted
 from tests.compress.check.faults import FAULTS
