@@ -7,13 +7,27 @@ import typer
 
 from runtime.audit.options import CertificateOptions, EngineOptions, OursOptions
 from runtime.cli import takes, without_traceback
+from runtime.errors import UserError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
 
 
-@app.callback()
-def _top() -> None:
+@app.callback(invoke_without_command=True)
+def _top(
+    context: typer.Context,
+    certificate: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="The same as `certificate RUN`.", show_default=False)
+    ] = None,
+) -> None:
     """Audits engines whose speculation is called lossless. Exit code 0: lossless, 1: differs or cannot tell."""
+    if certificate is None:
+        return
+    with without_traceback():
+        if context.invoked_subcommand is not None:
+            raise UserError(f"--certificate is a command of its own: leave {context.invoked_subcommand} out")
+        from runtime.audit.certificate_command import repeat_certificate
+
+        repeat_certificate(CertificateOptions(run=certificate))
 
 
 @app.command()

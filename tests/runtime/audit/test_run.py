@@ -159,6 +159,8 @@ def test_the_command_writes_its_model_and_audits(tmp_path: Path) -> None:
         (["engine", "--url", "http://127.0.0.1:9/v1", "--known", "nowhere"], "audit.json"),
         (["engine", "--callable", "json:dumps", "--known", ".", "--top-k", "3"], "audit.json"),
         (["certificate", "nowhere"], "report.json"),
+        (["--certificate", "nowhere"], "report.json"),
+        (["--certificate", "nowhere", "engine"], "leave engine out"),
     ],
 )
 def test_mistakes_are_one_sentence(words: list[str], sentence: str) -> None:
