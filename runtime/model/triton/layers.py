@@ -280,9 +280,8 @@ def waits(parts: Parts, rows: int, a: Architecture) -> bool:
 def _by_host(weights: Mixture, rows: int, a: Architecture) -> bool:
     """Whether the host sends rows to their experts: those of a prompt, so that each expert multiplies all of its rows
     in wide tiles; and any where the experts are not alike, or do what their stack does not."""
-    stacked = a.activation in ("silu", "gelu_tanh") and a.gated and a.mlp_scales[0] == 1.0
-    stacked = stacked and not weights.how.scaled_inputs
-    return rows > WIDEST or weights.stacked is None or not stacked
+    other = weights.how.scaled_inputs or a.mlp_scales[0] != 1.0
+    return rows > WIDEST or weights.stacked is None or other
 
 
 def _shares(weights: Mixture, scores: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:

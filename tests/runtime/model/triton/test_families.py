@@ -117,7 +117,7 @@ def test_layers_of_heads_are_one_stack(tmp_path: Path, device: str) -> None:
 def test_experts_with_parameters_are_stacks(tmp_path: Path, device: str) -> None:
     """gpt-oss's: forwards that decode do not wait, and have the bits of expert after expert."""
     decoder = load(write("gpt_oss", tmp_path / "gpt_oss", **_FEW), device=device, kernels="triton").decoder
-    assert isinstance(decoder, TritonDecoder) and not layers.waits(decoder.parts, 64)
+    assert isinstance(decoder, TritonDecoder) and not layers.waits(decoder.parts, 64, decoder.architecture)
     weights = decoder.parts.blocks[1].mlp
     assert isinstance(weights, Mixture) and weights.stacked is not None
     x = torch.randn(5, 60, generator=torch.manual_seed(4)).to(device)
