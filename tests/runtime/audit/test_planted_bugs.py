@@ -1,6 +1,5 @@
 """Planted bugs are found, and the same sampler without them is not accused."""
 
-
 import pytest
 
 from runtime.audit.asks import Budget, CallableEngine

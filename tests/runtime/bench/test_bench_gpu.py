@@ -58,6 +58,7 @@ def test_decode_compares_schemes_and_widths(tmp_path: Path, device: str) -> None
     assert found["left_out"] == [] and found["protocol"]["context"] == 5
 
 
+@pytest.mark.slow
 def test_kernels_say_which_library_is_left_out(tmp_path: Path, device: str) -> None:
     """Every layer and library is either timed or left out with a reason."""
     schemes = [word for scheme in ("int8", "nf4", "bf16") for word in ("--scheme", scheme)]

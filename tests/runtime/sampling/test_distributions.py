@@ -348,13 +348,13 @@ def test_200_000_draws_of_the_rule(monkeypatch: pytest.MonkeyPatch, chi_squared:
         return first
 
     assert chi_squared(measure(200_000), p[0]) > LEAST
-    monkeypatch.setattr(verify, "_residual", lambda distribution, proposal: distribution)
+    monkeypatch.setattr(verify._Node, "lose", lambda node, proposal: None)
     assert chi_squared(measure(20_000), p[0]) < 1e-9
 
 
 def broken_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     with monkeypatch.context() as patch:
-        patch.setattr(verify, "_residual", lambda distribution, proposal: distribution)
+        patch.setattr(verify._Node, "lose", lambda node, proposal: None)
         yield "p / q without the residual"
     with monkeypatch.context() as patch:
         patch.setattr(verify, "_proposal", lambda draft, index, size: np.full(size, 1 / size))
@@ -462,7 +462,7 @@ def test_texts_of_a_broken_rule_are_noticed(
     monkeypatch: pytest.MonkeyPatch, markov: Any, chi_squared: ChiSquared
 ) -> None:
     expected = expected_text(PROCESSORS["plain"], PROMPT_TOKENS)
-    monkeypatch.setattr(verify, "_residual", lambda distribution, proposal: distribution)
+    monkeypatch.setattr(verify._Node, "lose", lambda node, proposal: None)
     drafter = drafter_of("dynamic", markov("bad"), "rejection")
     counts = written(markov("target"), drafter, "rejection", PROCESSORS["plain"], 1000)
     assert text_p_value(chi_squared, counts, expected) < 1e-9

@@ -43,14 +43,19 @@ def texts(
     return [one.tokens for one in speculator.generate(PROMPTS, max_new_tokens=5, stop=(), sampling=sampling)]
 
 
+def slow(*values: Any) -> Any:
+    """Cases of which others are near enough: the interpreter takes half a minute for one."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("drafter", "kv", "sampling", "verify", "adapter"),
     [
-        ("lookup", "auto", Sampling(), "coupled", False),
-        ("model", "int8", Sampling(), "coupled", False),
+        slow("lookup", "auto", Sampling(), "coupled", False),
+        slow("model", "int8", Sampling(), "coupled", False),
         ("tree", "int4", Sampling(), "coupled", False),
         ("model", "auto", WARM, "coupled", False),
-        ("model", "auto", WARM, "rejection", False),
+        slow("model", "auto", WARM, "rejection", False),
         ("model", "auto", WARM, "rejection", True),
     ],
 )
@@ -62,7 +67,7 @@ def test_speculation(
         assert texts("cuda", PAIR / "target", drafter, kv, sampling, verify, adapter) == wanted
 
 
-@pytest.mark.parametrize(("scheme", "drafter"), [("int8", "nested"), ("int4", "lookup"), ("nf4", "suffix")])
+@pytest.mark.parametrize(("scheme", "drafter"), [slow("int8", "nested"), ("int4", "lookup"), slow("nf4", "suffix")])
 def test_packed_weights(scheme: str, drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_shape("pair", scheme, tmp_path / scheme)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -72,7 +77,9 @@ def test_packed_weights(scheme: str, drafter: str, tmp_path: Path, monkeypatch: 
         assert texts("cuda", model, drafter, "auto", Sampling(), "coupled", False) == wanted
 
 
-@pytest.mark.parametrize(("sampling", "verify"), [(Sampling(), "coupled"), (WARM, "coupled"), (WARM, "rejection")])
+@pytest.mark.parametrize(
+    ("sampling", "verify"), [slow(Sampling(), "coupled"), slow(WARM, "coupled"), (WARM, "rejection")]
+)
 def test_medusa(sampling: Sampling, verify: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = write_medusa(PAIR / "target", tmp_path / "medusa", scale=0.02)
     wanted = texts("cpu", PAIR / "target", "medusa", "auto", sampling, verify, False, heads)
@@ -89,6 +96,7 @@ def test_families(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert texts("cuda", path, "lookup", "auto", Sampling(), "coupled", False) == wanted
 
 
+@pytest.mark.slow
 def test_beams(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(device: str) -> list[list[int]]:
         model = load(PAIR / "draft", device=device, kernels="reference")

@@ -124,7 +124,7 @@ def test_what_was_drafted_on_the_device_is_known(
         assert torch.equal(feed(own, cache, handle, tokens[:1]), want)
 
 
-@pytest.mark.parametrize("kind", often(KINDS, "qwen3_next"))
+@pytest.mark.parametrize("kind", often(KINDS, "lfm2"))
 @pytest.mark.parametrize("temperature", often([0.0, 0.9], 0.9))
 def test_rejected_drafts(made: Made, tmp_path: Path, device: str, kind: str, temperature: float) -> None:
     """Some drafts are taken and some are not; the text is that of plain decoding."""
