@@ -335,5 +335,5 @@ def lossless(report: Report) -> str:
     )
     said = f"Lossless class {_CLASSES[found.class_]}. Counted here ({found.verify}): {counts}."
     if report.certificate is not None:
-        said += " Any machine repeats the report's certificate: python -m runtime.audit certificate."
+        said += " Any machine repeats the report's certificate: python -m runtime.audit certificate RUN."
     return said

@@ -88,9 +88,9 @@ class BaseDecoder(ABC):
                 self._run_again(piece, Reserved(handle, 0, len(piece), start, None), cache)
             states.restarted()
 
+    @abstractmethod
     def _run_again(self, tokens: Tensor, chain: Reserved, cache: KeyValueCache) -> None:
         """Runs a chain whose slots are taken, for what it leaves in the cache."""
-        raise NotImplementedError
 
     @abstractmethod
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
