@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from calib import corpora
-from compress.errors import UserError
+from compress.errors import USER_ERRORS, UserError
 from compress.export import silent
 from compress.export.gguf.file import write
 from compress.model.source import default_pair
@@ -31,6 +31,7 @@ from compress.quantize import rtn
 from compress.report.quality import score_window
 from runtime import load
 from runtime.checkpoints.open import open_checkpoint
+from runtime.cli import without_traceback
 from runtime.formats import dequantize
 
 # What the binary calls a figure → its name here; a percentage there is a share here.
@@ -145,14 +146,8 @@ def compare(
         return printed, ours(base, other, read_tokens(work / "base.kld"))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--binary", type=Path, required=True)
-    parser.add_argument("--model", type=Path, help="a directory with plain weights")
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--window", type=int, default=512)
-    asked = parser.parse_args()
-    printed, found = compare(asked.binary, asked.model or default_pair()[0], asked.tokens, asked.window)
+def show(printed: dict[str, tuple[float, float]], found: dict[str, tuple[float, float]]) -> None:
+    """A table of llama-perplexity's figures and ours."""
     table = Table("figure", "llama-perplexity", "error", "here", "error", "differ by")
     for name, (value, error) in found.items():
         theirs_value, theirs_error = printed[name]
@@ -160,6 +155,19 @@ def main() -> None:
         shown = (f"{one:.6f}" for one in (theirs_value, theirs_error, value, error))
         table.add_row(name, *shown, f"{differ:.1e}")
     Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--binary", type=Path, required=True)
+    parser.add_argument("--model", type=Path, help="a directory with plain weights")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--window", type=int, default=512)
+    asked = parser.parse_args()
+    with without_traceback(USER_ERRORS):
+        if not asked.binary.is_file():
+            raise UserError(f"--binary: {asked.binary} is no file; `make llama-server` builds .peers/llama-perplexity")
+        show(*compare(asked.binary, asked.model or default_pair()[0], asked.tokens, asked.window))
 
 
 if __name__ == "__main__":
