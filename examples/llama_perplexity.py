@@ -7,15 +7,16 @@ lets the binary compare the two, and compares them through our runtime on the to
 both tables side by side. The binary is built from llama.cpp: `cmake --build build --target llama-perplexity`.
 """
 
-import argparse
 import re
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
@@ -146,6 +147,9 @@ def compare(
         return printed, ours(base, other, read_tokens(work / "base.kld"))
 
 
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
 def show(printed: dict[str, tuple[float, float]], found: dict[str, tuple[float, float]]) -> None:
     """A table of llama-perplexity's figures and ours."""
     table = Table("figure", "llama-perplexity", "error", "here", "error", "differ by")
@@ -157,18 +161,21 @@ def show(printed: dict[str, tuple[float, float]], found: dict[str, tuple[float, 
     Console().print(table)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--binary", type=Path, required=True)
-    parser.add_argument("--model", type=Path, help="a directory with plain weights")
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--window", type=int, default=512)
-    asked = parser.parse_args()
+@app.command()
+def main(
+    binary: Annotated[Path, typer.Option(help="llama-perplexity; `make llama-server` builds .peers/llama-perplexity.")],
+    model: Annotated[
+        Path | None, typer.Option(help="A directory with plain weights.", show_default="the pair's target")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Of the text, about.")] = 8192,
+    window: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 512,
+) -> None:
+    """Prints llama-perplexity's figures beside ours."""
     with without_traceback(USER_ERRORS):
-        if not asked.binary.is_file():
-            raise UserError(f"--binary: {asked.binary} is no file; `make llama-server` builds .peers/llama-perplexity")
-        show(*compare(asked.binary, asked.model or default_pair()[0], asked.tokens, asked.window))
+        if not binary.is_file():
+            raise UserError(f"--binary: {binary} is no file; `make llama-server` builds .peers/llama-perplexity")
+        show(*compare(binary, model or default_pair()[0], tokens, window))
 
 
 if __name__ == "__main__":
-    main()
+    app()
