@@ -3,10 +3,18 @@
 python -m compress.tasks run --model specpress --model_args pretrained=runs/nf4,cache=int8 --tasks TASK
 """
 
+import typer
+
 from compress.errors import USER_ERRORS, UserError
 from runtime.cli import without_traceback
 
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
+
+# lm-eval reads the command line itself, --help included.
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
 def main() -> None:
     """Registers the class, and hands the command line to lm-eval."""
     with without_traceback(USER_ERRORS):
@@ -20,4 +28,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    app()

@@ -4,6 +4,7 @@ Importing this module registers it, as lm-eval's own classes do. Truncation and 
 lm-eval's class `hf`, so that both give the same figures for the same model.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,10 @@ class SpecpressLM(TemplateLM):
         except ValueError as error:
             raise UserError(f"batch_size: expected a number of requests, found {batch_size!r}: name one") from error
         if isinstance(pretrained, str):
+            if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
+                # lm-eval's command asks for cuda:0 where nobody said anything, and its own classes do the same.
+                logging.getLogger(__name__).warning("torch finds no CUDA device for %s: running on the CPU", device)
+                device = "cpu"
             self.model = load(pretrained, device=device or "cpu", threads=threads)
         else:
             self.model = pretrained

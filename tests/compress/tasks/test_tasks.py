@@ -1,6 +1,8 @@
 """lm-eval itself runs tasks on our runtime, and gives what its own class for transformers gives."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -157,3 +159,13 @@ def test_an_unknown_task_is_named(folder: Path) -> None:
     with pytest.raises(UserError, match=r"expected tasks that lm-eval or .* knows, found no_such_task_at_all"):
         require_tasks(["next_line", "no_such_task_at_all"], folder)
     require_tasks(["next_line", "hellaswag"], folder)
+
+
+@pytest.mark.slow  # lm-eval's command imports all that it has
+def test_lm_evals_own_command(tiny: Callable[..., Path], folder: Path, tmp_path: Path) -> None:
+    words = ["run", "--model", "specpress", "--tasks", "next_line", "--include_path", str(folder), "--model_args"]
+    command = [sys.executable, "-m", "compress.tasks", *words]
+    done = subprocess.run([*command, f"pretrained={tiny('llama')}"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "next_line" in done.stdout and "acc_norm" in done.stdout, done.stderr
+    wrong = subprocess.run([*command, f"pretrained={tmp_path}/no"], capture_output=True, text=True, timeout=300)
+    assert wrong.returncode == 2 and "Traceback" not in wrong.stderr and "error: " in wrong.stderr
