@@ -41,6 +41,7 @@ def bad(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_whole_command(tiny: Tiny, text: Path, bad: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A good recipe, one that fails, one that is killed; then the command again, without what cannot succeed."""
     monkeypatch.chdir(REPOSITORY)  # what the runs' processes import

@@ -77,9 +77,8 @@ def test_packed_weights(scheme: str, drafter: str, tmp_path: Path, monkeypatch: 
         assert texts("cuda", model, drafter, "auto", Sampling(), "coupled", False) == wanted
 
 
-@pytest.mark.parametrize(
-    ("sampling", "verify"), [slow(Sampling(), "coupled"), slow(WARM, "coupled"), (WARM, "rejection")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("sampling", "verify"), [(Sampling(), "coupled"), (WARM, "coupled"), (WARM, "rejection")])
 def test_medusa(sampling: Sampling, verify: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = write_medusa(PAIR / "target", tmp_path / "medusa", scale=0.02)
     wanted = texts("cpu", PAIR / "target", "medusa", "auto", sampling, verify, False, heads)
