@@ -22,7 +22,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 
 class DrafterName(StrEnum):
-    """Who proposes tokens; with a plus the second where the first finds nothing."""
+    """Who proposes tokens; with a plus the second where the first finds nothing; auto: who gains most, by text."""
 
     NONE = "none"
     MODEL = "model"
@@ -34,6 +34,7 @@ class DrafterName(StrEnum):
     NESTED = "nested"
     MEDUSA = "medusa"
     LOOKUP_MEDUSA = "lookup+medusa"
+    AUTO = "auto"
 
 
 class RuleName(StrEnum):

@@ -17,6 +17,7 @@ from compress.training import data
 from compress.training.data import StageText
 from runtime.bench.prompts import read_prompts
 from runtime.sampling.conversation import written
+from runtime.speculative.draft import parts
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def _check_speed(context: RunContext, has_draft: bool) -> None:
             quantize is not None and str(quantize.scheme).startswith("int8"),
         ),
     }
-    for kind in (context.drafter or "none").split("+"):
+    for kind in parts(context.drafter or "none"):
         need, there = needs.get(kind, ("", True))
         if not there:
             raise UserError(f"--drafter {context.drafter} needs {need}")

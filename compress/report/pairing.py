@@ -20,6 +20,7 @@ from runtime.errors import UserError
 from runtime.model.load import load
 from runtime.speculate import Speculator
 from runtime.speculative.costs import width_cost
+from runtime.speculative.draft import parts
 from runtime.speculative.drafters.by_name import make
 
 if TYPE_CHECKING:
@@ -69,15 +70,15 @@ class Drafting:
         target = self.target
         if is_tree(name) and (why := getattr(target.decoder, "no_trees", None)):
             raise UserError(why)
-        if "nested" in name.split("+"):
+        if "nested" in parts(name):
             _require_room(target)
             target = load(target.path, device=str(target.decoder.device), threads=self.threads, planes=True)
-        return Speculator(target, make(target, name.split("+"), self.draft, heads=self.heads), draft_length)
+        return Speculator(target, make(target, name, self.draft, heads=self.heads), draft_length)
 
 
 def is_tree(name: str) -> bool:
     """Whether this drafter proposes trees, of which γ counts the nodes."""
-    return not {"tree", "medusa"}.isdisjoint(name.split("+"))
+    return not {"tree", "medusa"}.isdisjoint(parts(name))
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def certify(
     Raises UserError for a drafter that cannot be made, and logits that are no numbers.
     """
     kept = [list(prompt)[-LONGEST:] for prompt in prompts[:PROMPTS]]
-    made: dict[str, Drafter] = {name: make(target, name.split("+"), draft) for name in drafters}
+    made: dict[str, Drafter] = {name: make(target, name, draft) for name in drafters}
     texts = []
     for sampling in (Sampling(), SAMPLED):
         plain = _decoded(target, None, kept, sampling, new_tokens, draft_length)

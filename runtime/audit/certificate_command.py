@@ -7,6 +7,7 @@ from runtime.audit.certificate import Certificate, certify, compare
 from runtime.audit.options import CertificateOptions
 from runtime.errors import UserError
 from runtime.files import read_json
+from runtime.speculative.draft import parts
 
 REPORT = "report.json"
 
@@ -21,7 +22,7 @@ def repeat_certificate(options: CertificateOptions) -> None:
     model = folder / "model"
     planes = "nested" in expected.drafters
     target = load(model, threads=options.threads, kernels=options.kernels, planes=planes)
-    needs_draft = any({"model", "tree"} & set(name.split("+")) for name in expected.drafters)
+    needs_draft = any({"model", "tree"} & set(parts(name)) for name in expected.drafters)
     draft = None
     if needs_draft:
         if target.draft_path is None:

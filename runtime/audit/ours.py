@@ -98,7 +98,7 @@ class Sweep:
 
     def run(self, case: Case) -> CaseResult:
         """Decodes the prompts as the case says, and without drafts one by one."""
-        drafter = make(self.target, case.drafter.split("+"), self.draft)
+        drafter = make(self.target, case.drafter, self.draft)
         made = Speculator(
             self.target, drafter, case.width, cache=CacheOptions(case.cache, case.pages), max_batch=case.batch
         )

@@ -28,8 +28,8 @@ from runtime.model.layers import described
 from runtime.model.load import Model, load
 from runtime.sampling.params import Sampling
 from runtime.speculative.costs import Prober, StepCosts
-from runtime.speculative.draft import Drafter, NoDrafter
-from runtime.speculative.drafters.by_name import make
+from runtime.speculative.draft import Drafter, NoDrafter, parts
+from runtime.speculative.drafters.by_name import AUTO, candidates, make
 from runtime.speculative.drafters.model import ModelDrafter
 from runtime.speculative.drafters.nested import upper_half
 from runtime.speculative.verify import Rule
@@ -56,27 +56,30 @@ def opened_job(options: JobOptions) -> Iterator[tuple[Job, Model]]:
         raise UserError(f"--draft-length must be from 0 to {MAX_DRAFT_LENGTH}, found {length}")
     rule: Rule = "coupled" if options.verify == "coupled" else "rejection"
     sampling = Sampling(options.temperature, seed=options.seed)
-    kinds = [] if options.drafter is None else options.drafter.split("+")
+    name = options.drafter or ""
     with TemporaryDirectory(prefix="specpress-bench-") as folder:
 
         def opened(name: str, role: str, is_shape: bool, planes: bool = False) -> Model:
             path = write_shape(name, options.scheme, Path(folder) / f"{role}-{name}") if is_shape else name
             return load(path, device=options.device, kernels=options.kernels, threads=options.threads, planes=planes)
 
-        model = opened(shape or str(options.target), "target", shape is not None, planes="nested" in kinds)
+        model = opened(shape or str(options.target), "target", shape is not None, planes="nested" in parts(name))
         source = draft if draft is not None or model.draft_path is None else str(model.draft_path)
-        if not kinds:
-            kinds = ["model" if source is not None else "lookup" if model.medusa_path is None else "medusa"]
+        if not name:
+            name = "model" if source is not None else "lookup" if model.medusa_path is None else "medusa"
+        elif name == AUTO:
+            name = candidates(model, draft)
+        kinds = parts(name)
         draft_model = None
         if kinds == ["oracle", "nested"]:
             kinds, draft_model = ["oracle"], replace(model, decoder=upper_half(model))
         elif {"model", "tree", "oracle"} & set(kinds):
             if source is None:
-                raise UserError(f"--drafter {'+'.join(kinds)} needs a draft; give --draft DIR or a shape's name")
+                raise UserError(f"--drafter {name} needs a draft; give --draft DIR or a shape's name")
             draft_model = opened(source, "draft", source in SHAPES)
         heads = Path(draft) if draft is not None and "medusa" in kinds and draft_model is None else None
         if draft is not None and heads is None and (draft_model is None or draft_model.decoder is model.decoder):
-            raise UserError(f"--draft names a model, but --drafter is {'+'.join(kinds)}; leave out one of the two")
+            raise UserError(f"--draft names a model, but --drafter is {name}; leave out one of the two")
         items = _items(model, options)
         plain = Job(model.decoder, NoDrafter(), items, options.new_tokens, options.batch, sampling, rule, length)
         schema = options.schema if isinstance(options, SpeculateOptions) else None
@@ -93,7 +96,7 @@ def opened_job(options: JobOptions) -> Iterator[tuple[Job, Model]]:
             # Random weights have no tokenizers whose vocabularies could differ.
             drafter = ModelDrafter(draft_model, rule, model.decoder.vocab_size)
         elif "oracle" not in kinds:
-            drafter = make(model, kinds, draft_model, options.corpus, rule, heads, options.tree)
+            drafter = make(model, name, draft_model, options.corpus, rule, heads, options.tree)
         elif len(kinds) > 1:
             raise UserError("--drafter oracle goes alone: it knows every token")
         elif not sampling.greedy:

@@ -12,7 +12,8 @@ from runtime.errors import UserError
 from runtime.model.on_device import DeviceRounds
 from runtime.sampling.constraint import Constraint
 from runtime.speculative.draft import Draft, Drafter, NoDrafter, Outcome
-from runtime.speculative.draft_length import LONGEST, Controller, Drafted, Round
+from runtime.speculative.draft_length import LONGEST, Controller
+from runtime.speculative.drafters.fallback import ChosenDrafter
 from runtime.speculative.drafters.paced import paced
 from runtime.speculative.verify import require_sound
 
@@ -49,9 +50,7 @@ class Drafters:
                 controller = Controller(draft_length.limit) if self._by_name else draft_length
             else:
                 controller = draft_length[name]
-            if isinstance(drafter, NoDrafter):
-                controller, most = None, 0
-            self._by_name[name] = Proposer(name, drafter if controller is None else paced(drafter), controller, most)
+            self._by_name[name] = _proposer(name, drafter, controller, most)
         self._default = next(iter(self._by_name.values()))
         self._by_name.setdefault(NONE, self._nothing)
         self._by_name.setdefault(GRAMMAR, Proposer(GRAMMAR, NoDrafter(), None, 0))
@@ -69,6 +68,9 @@ class Drafters:
 
         alone  no prompt shares the forward.
         """
+        for state in decoding:
+            if state.asked.choice is not None:
+                state.ask(state.asked.among[state.asked.choice.next(state.number, len(decoding))])
         first, asking = decoding[0].proposer, decoding
         found: dict[int, int] = {}
         for state in decoding:
@@ -151,21 +153,24 @@ class Drafters:
         """Tells each drafter what became of its requests' round."""
         told: dict[Proposer, list[Outcome]] = {}
         for part, outcome in zip(batch, outcomes, strict=True):
-            if outcome is not None and part.state.proposer.drafts:
-                told.setdefault(part.state.proposer, []).append(outcome)
-        for proposer, found in told.items():
+            if outcome is not None and part.state.asked.drafts:
+                told.setdefault(part.state.asked, []).append(outcome)
+        for asked, found in told.items():
             try:
-                proposer.drafter.observe(found)
+                # Of a choice every drafter: those that draft on the target's states need the last round's.
+                asked.drafter.observe(found)
             except Exception as error:
-                self.failed([part.state for part in batch if part.state.proposer is proposer], error)
+                self.failed([part.state for part in batch if part.state.asked is asked], error)
 
     def close(self, state: RequestState) -> None:
         """The request has ended, or gives its place back: its drafter forgets it."""
+        if state.asked.choice is not None:
+            state.asked.choice.close(state.number)
         if not self._lenient:
-            state.proposer.drafter.close(state.request)
+            state.asked.drafter.close(state.request)
             return
         try:
-            state.proposer.drafter.close(state.request)
+            state.asked.drafter.close(state.request)
         except Exception as error:
             state.metrics.drafter_faults[_reason(error)] += 1
 
@@ -177,7 +182,7 @@ class Drafters:
             self.close(state)
             state.request.drafter_fault = error
             state.metrics.drafter_faults[_reason(error)] += 1
-            state.proposer, state.drafted = self._nothing, False
+            state.asked, state.proposer, state.drafted = self._nothing, self._nothing, False
 
     def _ask(self, proposer: Proposer, parts: Sequence[ScheduledRequest], vocab_size: int) -> list[Draft]:
         """A draft for each part. Where the drafter fails for several at once, each is asked for alone."""
@@ -202,6 +207,22 @@ class Drafters:
             return []
         most = min(state.room, state.forcing)
         return grammar.forced(most) if most > 0 else []
+
+
+def _proposer(name: str, drafter: Drafter, controller: Controller | None, most: int) -> Proposer:
+    """A drafter in an engine; of a choice those among which is chosen, each with a γ of its own."""
+    if isinstance(drafter, NoDrafter):
+        return Proposer(name, drafter, None, 0)
+    made = drafter if controller is None else paced(drafter)
+    if not isinstance(made, ChosenDrafter):
+        return Proposer(name, made, controller, most)
+    among = {}
+    for one, part in made.choices.items():
+        own = None if controller is None else made.controllers[one]
+        if own is not None and controller is not None:
+            own.limit = controller.limit
+        among[one] = _proposer(one, part, own, most)
+    return Proposer(name, made, controller, most, among, made.choice)
 
 
 def pruned(draft: Draft, grammar: Constraint) -> Draft:
@@ -242,68 +263,6 @@ def _budgets(proposer: Proposer, states: Sequence[RequestState], alone: bool) ->
     first = sorted(states, key=lambda state: (not state.drafted, -min(gamma, room[state.number])))[:count]
     drafting = {state.number for state in first}
     return {number: min(gamma, most) if number in drafting else 0 for number, most in room.items()}
-
-
-def learn(
-    batch: Sequence[ScheduledRequest],
-    drafts: Sequence[Draft],
-    outcomes: Sequence[Outcome | None],
-    times: Sequence[float],
-    seconds: Mapping[Proposer, float],
-) -> None:
-    """Tells the controllers of a round in which every request went on with its text; arguments as for `round.account`.
-
-    seconds  what each drafter took. Where several share the round the target's time counts by rows.
-    """
-    if not any(map(_controlled, batch)):
-        return
-    started, drafted, _, ended = times
-    controllers = {part.state.proposer for part in batch if part.state.proposer.controller is not None}
-    alone = len(controllers) == 1 and not any(
-        part.state.forced or part.state.proposer.controller is None for part in batch
-    )
-    width = sum(1 + len(draft.tokens) for draft in drafts)
-    for proposer in controllers:
-        ours = range(len(batch)) if alone else _ours(batch, proposer)
-        if not ours:
-            continue
-        rows = width if alone else sum(1 + len(drafts[i].tokens) for i in ours)
-        drafting = drafted - started if alone else seconds.get(proposer, 0.0)
-        _learn(proposer, ours, batch, drafts, outcomes, (rows, drafting, (ended - drafted) * rows / width))
-
-
-def _controlled(part: ScheduledRequest) -> bool:
-    return part.state.proposer.controller is not None
-
-
-def _ours(batch: Sequence[ScheduledRequest], proposer: Proposer) -> list[int]:
-    return [i for i, part in enumerate(batch) if part.state.proposer is proposer and not part.state.forced]
-
-
-def _learn(
-    proposer: Proposer,
-    ours: Sequence[int],
-    batch: Sequence[ScheduledRequest],
-    drafts: Sequence[Draft],
-    outcomes: Sequence[Outcome | None],
-    cost: tuple[int, float, float],
-) -> None:
-    """Tells one controller of its requests' part of a round: rows, seconds of drafting and of the rest."""
-    controller, (rows, drafting, rest) = proposer.controller, cost
-    if controller is None:
-        return
-    if controller.resting(len(ours)):
-        controller.rested(drafting + rest)
-        return
-    budget = max(batch[i].budget for i in ours)
-    found = tuple(
-        Drafted(len(drafts[i].tokens), outcome.length, drafts[i].is_chain)
-        for i in ours
-        # A text about to end drafts less than the others: that says nothing of this γ.
-        if (outcome := outcomes[i]) is not None and batch[i].budget == budget > 0
-    )
-    unread = sum(batch[i].end - batch[i].state.read for i in ours if batch[i].budget > 0 and not batch[i].state.drafted)
-    controller.observe(Round(len(ours), budget, found, rows, drafting, rest, unread))
 
 
 def _by_proposer(states: Sequence[RequestState]) -> dict[Proposer, list[RequestState]]:

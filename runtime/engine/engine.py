@@ -19,8 +19,9 @@ from torch import Tensor
 
 from runtime.contract import Cache, Decoder, Out, no_drafts
 from runtime.engine.deferred import DeferredRound
-from runtime.engine.drafting import Drafters, learn
+from runtime.engine.drafting import Drafters
 from runtime.engine.forward import ForwardError, run_forward
+from runtime.engine.learning import learn
 from runtime.engine.logprobs import missing_prompt_rows, note_gained, note_prompt
 from runtime.engine.metrics import Clock, Counts, Metrics
 from runtime.engine.round import NO_DRAFT, RequestState, ScheduledRequest, account, append_accepted, note_round, verify

@@ -1,8 +1,8 @@
 """The parts of one round: who takes part, the rows of the forward, what becomes of each draft, and what it took."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from runtime.engine.metrics import Metrics
 from runtime.model.on_device import ARGMAX, NON_FINITE, RowSampling
 from runtime.sampling.distribution import Distributions, Logits, largest_logits, not_finite
 from runtime.sampling.stopping import kept
+from runtime.speculative.choice import Choice
 from runtime.speculative.draft import Draft, Drafter, NoDrafter, Outcome, Request, Rule
 from runtime.speculative.draft_length import LONGEST, Controller
 from runtime.speculative.verify import (
@@ -32,12 +33,17 @@ _NO_TOKEN = -2  # no model's, and not NON_FINITE
 
 @dataclass(eq=False)
 class Proposer:
-    """A drafter under its name in an engine: it drafts at most `most` tokens a round, or what its controller says."""
+    """A drafter under its name in an engine: it drafts at most `most` tokens a round, or what its controller says.
+
+    among, choice  those that draft in its place, by name, and who chooses of them; None: it drafts itself.
+    """
 
     name: str
     drafter: Drafter
     controller: Controller | None = None
     most: int = LONGEST
+    among: Mapping[str, "Proposer"] = field(default_factory=dict)
+    choice: Choice | None = None
 
     def __post_init__(self) -> None:
         self.drafts = not isinstance(self.drafter, NoDrafter)
@@ -48,7 +54,8 @@ class RequestState:
     """A request with its place in the target's cache, and what has been counted of it.
 
     number    the order in which requests came.
-    proposer  who drafts for it.
+    asked     whom it asked to draft for it.
+    proposer  who drafts for it: the same, or whom a choice named for this round.
     handle    in the target's cache; −1 while the request waits.
     started   when it came, by the engine's clock.
     drafted   whether its last round drafted, so that its drafter knows the text but for that round's tokens.
@@ -62,13 +69,24 @@ class RequestState:
     number: int
     metrics: Metrics
     started: float
-    proposer: Proposer
+    asked: Proposer
+    proposer: Proposer = field(init=False)
     handle: int = -1
     drafted: bool = False
     read: int = 0
     forced: Sequence[int] = ()
     forcing: int = LONGEST
     admitted: bool = False
+    _read: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.proposer = self.asked
+
+    def ask(self, proposer: Proposer) -> None:
+        """Has this one draft from here on; how far each has read the text is kept."""
+        if proposer is not self.proposer:
+            self._read[self.proposer.name] = self.read
+            self.proposer, self.drafted, self.read = proposer, False, self._read.get(proposer.name, 0)
 
     @property
     def capacity(self) -> int:

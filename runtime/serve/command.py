@@ -35,7 +35,8 @@ class ServeOptions:
     drafter: Annotated[
         str | None,
         typer.Option(
-            help="Who proposes tokens where a request names nobody; also two of them with a plus between.",
+            help="Who proposes tokens where a request names nobody; a plus: the second where the first finds nothing;"
+            " a comma, or auto: who gains most, by text.",
             show_default="the fastest by the run's report; without one model where there is a draft, else medusa, else"
             " lookup",
         ),

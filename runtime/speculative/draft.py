@@ -145,6 +145,11 @@ class Outcome:
     hidden: Tensor | None = None
 
 
+def parts(name: str) -> list[str]:
+    """The drafters in a drafter's name, each once: "lookup,lookup+model" names lookup and model."""
+    return list(dict.fromkeys(name.replace(",", "+").split("+")))
+
+
 class Drafter(Protocol):
     """Batch first: one call serves every live request."""
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from runtime.errors import UserError
 from runtime.files import read_json
+from runtime.speculative.draft import parts
 
 _SCHEMA = 2  # of report.json, from which on `speed.drafter` is who was fastest of all, plain decoding included
 
@@ -55,4 +56,4 @@ def needs_planes(name: str | None, draft: str | Path | None, target: str | Path)
     if name is None and draft is None:
         found = recorded(target)
         name = None if found is None else found.drafter
-    return "nested" in (name or "").split("+")
+    return "nested" in parts(name or "")

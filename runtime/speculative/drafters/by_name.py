@@ -1,6 +1,5 @@
 """A drafter by its name, as the commands take it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +10,8 @@ from runtime.errors import UserError
 from runtime.files import regular
 from runtime.model.load import load
 from runtime.sampling.detokenize import encode_plain, require_same_vocabulary
-from runtime.speculative.draft import Drafter
-from runtime.speculative.drafters.fallback import ChainedDrafter
+from runtime.speculative.draft import Drafter, parts
+from runtime.speculative.drafters.fallback import ChainedDrafter, ChosenDrafter
 from runtime.speculative.drafters.lookup import LookupDrafter
 from runtime.speculative.drafters.medusa import MedusaDrafter, load_heads
 from runtime.speculative.drafters.nested import NestedDrafter
@@ -25,6 +24,8 @@ from runtime.speculative.verify import Rule
 
 if TYPE_CHECKING:
     from runtime.model.load import Model
+
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,10 @@ def drafter_by_name(
     options: dict[str, Any] | None = None,
     tree: str | None = None,
 ) -> NamedDrafter:
-    """The drafter of this name: none, model, tree, lookup, suffix, nested, medusa, or two with a plus between them.
+    """The drafter of this name: none, model, tree, lookup, suffix, nested, medusa, or several.
+
+    With a plus between them the second drafts where the first finds nothing; with commas who gains most drafts, chosen
+    round by round and for each text (choice.Choice); "auto" chooses among lookup and what the target comes with.
 
     nested needs a target that was loaded with planes=True. A target that cannot verify drafts gets none, and the note
     says why.
@@ -63,7 +67,9 @@ def drafter_by_name(
     a file that cannot be read, and an unknown name.
     """
     chosen, said = (name, "") if name is not None else _default(target, draft)
-    kinds = chosen.split("+")
+    if chosen == AUTO:
+        chosen = candidates(target, draft)
+    kinds = parts(chosen)
     uses_draft = "model" in kinds or "tree" in kinds
     uses_heads = "medusa" in kinds and not uses_draft
     own = target.medusa_path if uses_heads else target.draft_path
@@ -71,11 +77,9 @@ def drafter_by_name(
     if draft is not None and not (uses_draft or uses_heads):
         raise UserError(f"--draft names a model, but --drafter is {chosen}; leave out one of the two.")
     if corpus is not None and "suffix" not in kinds:
-        raise UserError(
-            f"--corpus is for the drafter suffix, but --drafter is {'+'.join(kinds)}; leave out the corpus."
-        )
+        raise UserError(f"--corpus is for the drafter suffix, but --drafter is {chosen}; leave out the corpus.")
     if tree is not None and "tree" not in kinds:
-        raise UserError(f"--tree is for the drafter tree, but --drafter is {'+'.join(kinds)}; leave out the shape.")
+        raise UserError(f"--tree is for the drafter tree, but --drafter is {chosen}; leave out the shape.")
     if uses_draft and found is None:
         raise UserError(
             f"--drafter {chosen} needs a draft, but {target.path.name} comes without one; give --draft DIR."
@@ -88,7 +92,7 @@ def drafter_by_name(
     model = load(found, **(options or {})) if uses_draft and found is not None else None
     if model is not None and (why := no_drafts(model.decoder)):
         raise UserError(f"{Path(str(found)).name} cannot draft: {why}; choose another draft.")
-    made = make(target, kinds, model, corpus, verify, Path(found) if uses_heads and found is not None else None, tree)
+    made = make(target, chosen, model, corpus, verify, Path(found) if uses_heads and found is not None else None, tree)
     notes = [Path(found).name] if model is not None and found is not None else []
     if kinds == ["nested"]:
         notes.append("the target's upper four bits")
@@ -123,16 +127,25 @@ def _said(found: Recorded) -> str:
     return f"fastest when measured: {found.speedup:.2f}× plain decoding"
 
 
+def candidates(target: "Model", draft: str | Path | None) -> str:
+    """The name of what "auto" chooses among: what the target comes with, that after lookup, and lookup."""
+    own = [
+        *(["model"] if draft is not None or target.draft_path is not None else []),
+        *(["medusa"] if draft is None and target.medusa_path is not None else []),
+    ]
+    return ",".join([*own, *(f"lookup+{name}" for name in own), "lookup"]) if own else "lookup,suffix"
+
+
 def make(
     target: "Model",
-    kinds: Sequence[str],
+    name: str,
     draft: "Model | None" = None,
     corpus: Path | None = None,
     verify: Rule = "coupled",
     heads: Path | None = None,
     tree: str | None = None,
 ) -> Drafter:
-    """One drafter, or several of which the first that finds something drafts; `draft` is for model and tree.
+    """One drafter, or several: see `drafter_by_name`; `draft` is for model and tree.
 
     heads  the directory of medusa's heads; None: the target's own.
 
@@ -159,8 +172,14 @@ def make(
             f"but is {kind}; choose one of them."
         )
 
-    made = [one(kind) for kind in kinds]
-    return made[0] if len(made) == 1 else ChainedDrafter(made)
+    def chain(names: str) -> Drafter:
+        made = [one(kind) for kind in names.split("+")]
+        return made[0] if len(made) == 1 else ChainedDrafter(made)
+
+    choices = name.split(",")
+    if len(set(choices)) < len(choices):
+        raise UserError(f"--drafter {name} names a drafter twice; name each once.")
+    return chain(name) if len(choices) == 1 else ChosenDrafter([chain(names) for names in choices])
 
 
 def _heads_folder(target: "Model", named: Path | None) -> Path:

@@ -1,8 +1,10 @@
-"""Drafters in order of preference: the next one is asked where the one before it finds nothing."""
+"""Several drafters as one: the next is asked where the one before it finds nothing, or who gains most is asked."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from runtime.speculative.choice import Choice
 from runtime.speculative.draft import Draft, Drafter, Outcome, Request
+from runtime.speculative.draft_length import Controller
 
 
 class ChainedDrafter:
@@ -38,3 +40,26 @@ class ChainedDrafter:
     def close(self, request: Request) -> None:
         for drafter in self.drafters:
             drafter.close(request)
+
+
+class ChosenDrafter(ChainedDrafter):
+    """Drafters of which an engine asks, round by round and for each text, the one that gains most.
+
+    Where nobody measures what they gain it is a chain of them. What is learned of them stays from engine to engine.
+
+    choice       who chooses.
+    controllers  of each one's γ, by its name, where γ is not fixed.
+    """
+
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        choice: Choice | None = None,
+        controllers: Mapping[str, Controller] | None = None,
+    ) -> None:
+        """Raises ValueError for fewer than two drafters, or two of a name."""
+        super().__init__(drafters)
+        self.choices = {drafter.name: drafter for drafter in drafters}
+        self.choice = Choice([drafter.name for drafter in drafters]) if choice is None else choice
+        self.controllers = {name: Controller() for name in self.choices} if controllers is None else controllers
+        self.name = ",".join(self.choices)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from runtime.speculative.draft import CopyingDrafter, Draft, Drafter, Outcome, Request
 from runtime.speculative.draft_length import LONGEST
-from runtime.speculative.drafters.fallback import ChainedDrafter
+from runtime.speculative.drafters.fallback import ChainedDrafter, ChosenDrafter
 
 _FIRST = 2
 
@@ -59,6 +59,8 @@ class PacedDrafter:
 
 def paced(drafter: Drafter) -> Drafter:
     """The drafter, paced where it copies, and so the parts of a chain of drafters."""
+    if isinstance(drafter, ChosenDrafter):
+        return ChosenDrafter([paced(part) for part in drafter.drafters], drafter.choice, drafter.controllers)
     if isinstance(drafter, ChainedDrafter):
         return ChainedDrafter([paced(part) for part in drafter.drafters])
     return PacedDrafter(drafter) if isinstance(drafter, CopyingDrafter) else drafter

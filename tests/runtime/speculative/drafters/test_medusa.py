@@ -300,7 +300,7 @@ def test_a_run_folder_s_heads_are_found(run_folder: Path, target: Model, tmp_pat
     ):
         assert isinstance(chosen.drafter, MedusaDrafter) and chosen.note == ""
     assert drafter_by_name(model, "lookup+medusa").drafter.name == "lookup+medusa"  # type: ignore[union-attr]
-    assert isinstance(make(model, ["medusa"]), MedusaDrafter)
+    assert isinstance(make(model, "medusa"), MedusaDrafter)
     with pytest.raises(UserError, match="needs heads, but int8 comes without"):
         drafter_by_name(target, "medusa")
     with pytest.raises(UserError, match="--draft names a model, but --drafter is lookup"):

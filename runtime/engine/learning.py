@@ -1,0 +1,96 @@
+"""What a round tells: the controllers, which set γ, and those who choose among drafters."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from runtime.engine.round import Proposer, ScheduledRequest
+from runtime.speculative.draft import Draft, Outcome
+from runtime.speculative.draft_length import Drafted, Round
+
+
+def learn(
+    batch: Sequence[ScheduledRequest],
+    drafts: Sequence[Draft],
+    outcomes: Sequence[Outcome | None],
+    times: Sequence[float],
+    seconds: Mapping[Proposer, float],
+) -> None:
+    """Tells the controllers of a round in which every request went on with its text; arguments as for `round.account`.
+
+    seconds  what each drafter took. Where several share the round the target's time counts by rows.
+    """
+    _weigh(batch, drafts, outcomes, times, seconds)
+    if not any(map(_controlled, batch)):
+        return
+    started, drafted, _, ended = times
+    controllers = {part.state.proposer for part in batch if part.state.proposer.controller is not None}
+    alone = len(controllers) == 1 and not any(
+        part.state.forced or part.state.proposer.controller is None for part in batch
+    )
+    width = sum(1 + len(draft.tokens) for draft in drafts)
+    for proposer in controllers:
+        ours = range(len(batch)) if alone else _ours(batch, proposer)
+        if not ours:
+            continue
+        rows = width if alone else sum(1 + len(drafts[i].tokens) for i in ours)
+        drafting = drafted - started if alone else seconds.get(proposer, 0.0)
+        _learn(proposer, ours, batch, drafts, outcomes, (rows, drafting, (ended - drafted) * rows / width))
+
+
+def _weigh(
+    batch: Sequence[ScheduledRequest],
+    drafts: Sequence[Draft],
+    outcomes: Sequence[Outcome | None],
+    times: Sequence[float],
+    seconds: Mapping[Proposer, float],
+) -> None:
+    """Tells those who choose among drafters what each text's part of the round gained and took; as for `learn`."""
+    if not any(part.state.asked.choice is not None for part in batch):
+        return
+    started, drafted, _, ended = times
+    width = sum(1 + len(draft.tokens) for draft in drafts)
+    shares = Counter(part.state.proposer for part in batch if part.budget > 0 and not part.state.forced)
+    for part, draft, outcome in zip(batch, drafts, outcomes, strict=True):
+        state = part.state
+        if state.asked.choice is None or outcome is None or state.forced:
+            continue
+        # Deferred drafts are one drafter's, and were not timed apart.
+        drafting = seconds.get(state.proposer, drafted - started if len(shares) == 1 else 0.0)
+        took = (ended - drafted) * (1 + len(draft.tokens)) / width
+        if part.budget > 0:
+            took += drafting / shares[state.proposer]
+        state.asked.choice.observe(state.number, 1 + outcome.length, took, len(batch))
+
+
+def _controlled(part: ScheduledRequest) -> bool:
+    return part.state.proposer.controller is not None
+
+
+def _ours(batch: Sequence[ScheduledRequest], proposer: Proposer) -> list[int]:
+    return [i for i, part in enumerate(batch) if part.state.proposer is proposer and not part.state.forced]
+
+
+def _learn(
+    proposer: Proposer,
+    ours: Sequence[int],
+    batch: Sequence[ScheduledRequest],
+    drafts: Sequence[Draft],
+    outcomes: Sequence[Outcome | None],
+    cost: tuple[int, float, float],
+) -> None:
+    """Tells one controller of its requests' part of a round: rows, seconds of drafting and of the rest."""
+    controller, (rows, drafting, rest) = proposer.controller, cost
+    if controller is None:
+        return
+    if controller.resting(len(ours)):
+        controller.rested(drafting + rest)
+        return
+    budget = max(batch[i].budget for i in ours)
+    found = tuple(
+        Drafted(len(drafts[i].tokens), outcome.length, drafts[i].is_chain)
+        for i in ours
+        # A text about to end drafts less than the others: that says nothing of this γ.
+        if (outcome := outcomes[i]) is not None and batch[i].budget == budget > 0
+    )
+    unread = sum(batch[i].end - batch[i].state.read for i in ours if batch[i].budget > 0 and not batch[i].state.drafted)
+    controller.observe(Round(len(ours), budget, found, rows, drafting, rest, unread))

@@ -1,0 +1,149 @@
+"""Who drafts: of several drafters the one that gains the most tokens per second, for each text by itself.
+
+A bandit over what was measured. What a round with a drafter takes is the same for all texts; what it gains is learned
+of each text, beginning with what texts gained lately. All others are looked at from time to time, in so far as looking
+costs little: a text that begins to repeat itself is for lookup, whoever was best before.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from runtime.speculative.estimates import Curve
+
+# What looks at drafters that are not the best may cost, as a share of all time, and before there is much of that, in
+# rounds.
+LOOKING = 0.01
+CREDIT = 2.0
+# Rounds of a look: the first also reads what its drafter has missed, and copies begin short. Of the first look of all,
+# in which a controller begins without drafts.
+_LOOK, _FIRST_LOOK = 3, 8
+# A choice holds for so many rounds, and twice as long each time that it is made again; so does the pause between looks.
+_HOLD, _LONGEST_HOLD = 4, 32
+_PAUSE, _LONGEST_PAUSE = 8, 64
+# What a round leaves of a text's counts before it, and of those of all texts; how many rounds the latter count for in a
+# text of which nothing is known.
+_FADE, _FADE_ALL, _PRIOR = 0.97, 0.95, 5.0
+
+
+@dataclass
+class _Gain:
+    """Tokens of rounds, fading."""
+
+    tokens: float = 0.0
+    rounds: float = 0.0
+
+    def add(self, tokens: int, fade: float) -> None:
+        self.tokens, self.rounds = self.tokens * fade + tokens, self.rounds * fade + 1
+
+    def halve(self) -> None:
+        """What is to be looked at again may have changed."""
+        self.tokens, self.rounds = self.tokens / 2, self.rounds / 2
+
+
+@dataclass
+class _Text:
+    """What is known of one text.
+
+    gains   by drafter.
+    chosen  who drafts, for `left` rounds more; `hold`: for how many it was chosen.
+    unread  whether its drafter has to read first what others wrote.
+    best    the tokens per second of who looked best, during a look at another; else 0.
+    paused  by drafter: rounds until it may be looked at again; `pauses`: of how many.
+    """
+
+    gains: dict[str, _Gain]
+    chosen: str
+    left: int = 0
+    hold: int = _HOLD
+    unread: bool = False
+    best: float = 0.0
+    paused: dict[str, int] = field(default_factory=dict)
+    pauses: dict[str, int] = field(default_factory=dict)
+
+
+class Choice:
+    """Chooses among drafters by name; the first is where a choice begins that nothing is known of yet."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """Raises ValueError for fewer than two names, or the same one twice."""
+        if len(set(names)) != len(names) or len(names) < 2:
+            raise ValueError(f"to choose takes two or more drafters of different names, not {', '.join(names)}")
+        self.names = tuple(names)
+        self.seconds = self.looking_seconds = 0.0
+        self._all = {name: _Gain() for name in names}
+        # By drafter, and by the texts in a round: the seconds of one text's part of a round.
+        self._round = {name: Curve() for name in names}
+        self._texts: dict[int, _Text] = {}
+
+    def next(self, text: int, batch: int) -> str:
+        """Who drafts for this text in a round of `batch` texts."""
+        known = self._texts.get(text)
+        if known is None:
+            known = self._texts[text] = _Text({name: _Gain() for name in self.names}, self.names[0])
+        elif known.left > 0:
+            return known.chosen
+        rates = self._rates(known, batch)
+        known.best = 0.0
+        best = max(self.names, key=rates.__getitem__)
+        look = self._look(known, best, rates, batch)
+        if look is not None:
+            pause = known.pauses[look] = min(2 * known.pauses.get(look, _PAUSE // 2), _LONGEST_PAUSE)
+            known.paused[look] = pause
+            known.chosen, known.hold, known.best = look, _HOLD, rates[best]
+            known.left = _LOOK if rates[look] > 0 else _FIRST_LOOK
+            known.unread = True
+            known.gains[look].halve()
+            return look
+        known.unread = best != known.chosen
+        known.hold = min(2 * known.hold, _LONGEST_HOLD) if best == known.chosen else _HOLD
+        known.chosen, known.left = best, known.hold
+        known.pauses.pop(best, None)
+        return best
+
+    def observe(self, text: int, tokens: int, seconds: float, batch: int) -> None:
+        """Learns from a text's part of a round in which it gained so many tokens, by whoever `next` named."""
+        known = self._texts[text]
+        name = known.chosen
+        known.left -= 1
+        for other in known.paused:
+            known.paused[other] -= 1
+        self.seconds += seconds
+        if known.best > 0:
+            self.looking_seconds += max(0.0, seconds - tokens / known.best)
+        known.gains[name].add(tokens, _FADE)
+        self._all[name].add(tokens, _FADE_ALL)
+        # The first round after another drafter's is not what it takes: it has read what it missed.
+        if not known.unread:
+            self._round[name].add(batch, seconds)
+        known.unread = False
+
+    def close(self, text: int) -> None:
+        """The text has ended."""
+        self._texts.pop(text, None)
+
+    def tokens(self, text: int) -> Mapping[str, float]:
+        """Tokens that a round of this text can be expected to gain, by drafter."""
+        return {name: self._tokens(self._texts[text], name) for name in self.names}
+
+    def _tokens(self, known: _Text, name: str) -> float:
+        own, everywhere = known.gains[name], self._all[name]
+        usual = everywhere.tokens / everywhere.rounds if everywhere.rounds else 1.0
+        return (own.tokens + _PRIOR * usual) / (own.rounds + _PRIOR)
+
+    def _rates(self, known: _Text, batch: int) -> dict[str, float]:
+        """Tokens per second by drafter; 0 where none of its rounds was timed."""
+        times = {name: self._round[name].at(batch) for name in self.names}
+        return {name: self._tokens(known, name) / times[name] if times[name] > 0 else 0.0 for name in self.names}
+
+    def _look(self, known: _Text, best: str, rates: Mapping[str, float], batch: int) -> str | None:
+        """Who is to be looked at, if that is due and can be afforded: of those, who was waiting the longest."""
+        due = [name for name in self.names if name != best and known.paused.get(name, 0) <= 0]
+        for name in sorted(due, key=lambda name: known.paused.get(name, 0)):
+            if rates[name] == 0:
+                return name  # never timed
+            took = _LOOK * self._round[name].at(batch)
+            lost = took - _LOOK * self._tokens(known, name) / rates[best]
+            left = LOOKING * self.seconds + CREDIT * self._round[best].at(batch) - self.looking_seconds
+            if lost <= left:
+                return name
+        return None

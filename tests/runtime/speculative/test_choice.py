@@ -1,0 +1,106 @@
+"""The choice of a drafter: near the best one on each kind of text, better than any on all, and never another text."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from runtime import Model, Speculator, load
+from runtime.errors import UserError
+from runtime.sampling.params import Sampling
+from runtime.speculative.choice import Choice
+from runtime.speculative.drafters.by_name import drafter_by_name
+from runtime.speculative.drafters.fallback import ChosenDrafter
+
+# By kind of text and drafter: the rate at which a token is accepted, γ, and the time of a round.
+KINDS = {
+    "repeating": {"model": (0.6, 4, 1.9), "lookup": (0.9, 8, 1.3)},
+    "code": {"model": (0.7, 4, 1.9), "lookup": (0.15, 3, 1.1)},
+    "prose": {"model": (0.3, 2, 1.5), "lookup": (0.05, 2, 1.03)},
+    "noise": {"model": (0.05, 1, 1.25), "lookup": (0.02, 1, 1.02)},
+}
+
+
+def written(kinds: list[str], by: Choice | str, seed: int, length: int = 300) -> dict[str, float]:
+    """The time that texts of these kinds take, by kind, under a choice or with one drafter."""
+    drawn, times = random.Random(seed), dict.fromkeys(KINDS, 0.0)
+    for number, kind in enumerate(kinds):
+        have = 0
+        while have < length:
+            rate, most, seconds = KINDS[kind][by if isinstance(by, str) else by.next(number, 1)]
+            tokens = 1
+            while tokens <= most and drawn.random() < rate:
+                tokens += 1
+            took = seconds * drawn.lognormvariate(0, 0.08)
+            have += tokens
+            times[kind] += took
+            if not isinstance(by, str):
+                by.observe(number, tokens, took, 1)
+        if not isinstance(by, str):
+            by.close(number)
+    return times
+
+
+def test_near_the_best_on_each_kind_and_better_than_any_on_all() -> None:
+    shares: dict[str, list[float]] = {kind: [] for kind in [*KINDS, "all"]}
+    for seed in range(20):
+        kinds = [kind for kind in KINDS for _ in range(8)]
+        alone = {name: written(kinds, name, seed) for name in ("model", "lookup")}
+        chosen = written(kinds, Choice(("model", "lookup")), seed)
+        for kind in KINDS:
+            shares[kind].append(min(times[kind] for times in alone.values()) / chosen[kind])
+        shares["all"].append(min(sum(times.values()) for times in alone.values()) / sum(chosen.values()))
+    means = {kind: sum(values) / len(values) for kind, values in shares.items()}
+    assert min(means.values()) > 0.94 and means["all"] > 1.04, means
+    # Either alone is far from that on some kind.
+    worst = {n: min(alone[m][k] / alone[n][k] for k in KINDS for m in alone) for n in alone}
+    assert max(worst.values()) < 0.9, worst
+
+
+def test_a_text_that_begins_to_repeat_itself_changes_its_drafter() -> None:
+    choice = Choice(("model", "lookup"))
+
+    def rounds(tokens: dict[str, int], count: int) -> list[str]:
+        names = []
+        for _ in range(count):
+            names.append(choice.next(0, 1))
+            choice.observe(0, tokens[names[-1]], {"model": 1.8, "lookup": 1.1}[names[-1]], 1)
+        return names
+
+    assert rounds({"model": 4, "lookup": 1}, 300)[-200:].count("model") > 180
+    assert rounds({"model": 4, "lookup": 8}, 600)[-200:].count("lookup") > 180
+
+
+def test_names_have_to_differ() -> None:
+    with pytest.raises(ValueError, match="two or more drafters of different names"):
+        Choice(("lookup",))
+
+
+PAIR = Path(__file__).parents[3] / "examples" / "pair"
+
+
+@pytest.fixture(scope="module")
+def target() -> Model:
+    return load(PAIR / "target")
+
+
+@pytest.mark.parametrize("name", ["lookup,model", "auto", "suffix,lookup+model,model"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=3)], ids=["greedy", "coupled"])
+def test_texts_are_those_of_plain_decoding(target: Model, name: str, sampling: Sampling) -> None:
+    prompts = ["class Counter:\n    def ", "import os\n" * 4, "# The quick brown fox", "def add(a, b):\n    return a"]
+    plain = [one.tokens for one in Speculator(target, None).generate(prompts, 60, sampling)]
+    drafter = drafter_by_name(target, name, PAIR / "draft").drafter
+    assert isinstance(drafter, ChosenDrafter)
+    for length in (None, 3):
+        found = Speculator(target, drafter, length).generate(prompts, 60, sampling)
+        assert [one.tokens for one in found] == plain
+    # Each has been tried: nothing is known of a drafter that never drafted.
+    assert drafter.choice.seconds > 0
+    assert all(sum(curve.counts.values()) > 0 for curve in drafter.choice._round.values())
+
+
+def test_what_cannot_be_chosen_is_a_sentence(target: Model) -> None:
+    with pytest.raises(UserError, match="names a drafter twice"):
+        drafter_by_name(target, "lookup,lookup")
+    with pytest.raises(UserError, match="but is copying; choose one of them"):
+        drafter_by_name(target, "lookup,copying")
