@@ -96,8 +96,19 @@ def prose_prompts(text: str) -> list[str]:
     ]
 
 
+def category(prompt: str) -> str:
+    """What a prompt begins: "class", "function" or "prose"."""
+    start = prompt.lstrip()
+    if start.startswith("class "):
+        return "class"
+    return "function" if start.startswith(("def ", "async def ")) else "prose"
+
+
 def write_prompts(texts: Sequence[str], out: Path) -> None:
-    """Writes one {"prompt": …} per line beside `out`, syncs, and renames. Raises UserError where it cannot."""
+    """Writes one {"prompt": …, "category": …} per line beside `out`, syncs, and renames; categories: `category`.
+
+    Raises UserError where it cannot.
+    """
     if out.exists() and not out.is_file():
         raise UserError(f"{out} is a folder or a device, which no file can replace: name a file")
     beside = out.with_name(out.name + ".partial")
@@ -105,7 +116,8 @@ def write_prompts(texts: Sequence[str], out: Path) -> None:
         # Whatever an earlier run left, or somebody put there: opening a pipe would wait.
         beside.unlink(missing_ok=True)
         with beside.open("x", encoding="utf-8") as file:
-            file.writelines(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in texts)
+            lines = ({"prompt": text, "category": category(text)} for text in texts)
+            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             file.flush()
             os.fsync(file.fileno())
         beside.replace(out)

@@ -90,6 +90,10 @@ def speculate(options: SpeculateOptions) -> None:
     from runtime.bench.speculate import measure, row
 
     at_least_one({"--rounds": options.rounds})
+    if options.protocol is not None:
+        from runtime.bench.speed_bench_command import speed_bench
+
+        return speed_bench(options)
     with opened_job(options) as (job, model):
         between = Between(job, model, options.rounds) if options.batch == 1 else None
         plain, spoken = measure(job, options.rounds, say, between)

@@ -118,7 +118,9 @@ class JobOptions:
     ] = None
     prompts: Annotated[
         Path | None,
-        typer.Option(help="A text or .jsonl file; Spec-Bench's and HumanEval's too.", show_default="random"),
+        typer.Option(
+            help="A text, .jsonl or .parquet file; Spec-Bench's, HumanEval's, SPEED-Bench's.", show_default="random"
+        ),
     ] = None
     count: Annotated[int | None, typer.Option(help="Only so many prompts, spread over the groups.")] = None
     new_tokens: Annotated[int, typer.Option(help="Tokens of each text; stop tokens do not end it.")] = 128
@@ -143,6 +145,15 @@ class SpeculateOptions(JobOptions):
         Path | None, typer.Option(help="A JSON schema that each text keeps to; texts then end with their object.")
     ] = None
     rounds: Annotated[int, typer.Option(help="Passes over the prompts, plain and speculative in turns.")] = 3
+    protocol: Annotated[
+        str | None,
+        typer.Option(help="speed-bench: acceptance by category, then speed by input length and requests at a time."),
+    ] = None
+    lengths: Annotated[str, typer.Option(help="Of speed-bench: input tokens, as far as the model's positions go.")] = (
+        "1024,2048,4096,8192,16384"
+    )
+    concurrency: Annotated[str, typer.Option(help="Of speed-bench: requests at a time.")] = "1,2,4,8,16"
+    out: Annotated[Path | None, typer.Option(help="Of speed-bench: a folder for its files, in its layout.")] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,9 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "ratio": ("ratio", ".3f"),
     "in_process.ttft_ms": ("ttft alone", ".2f"), "http.ttft_ms": ("over HTTP", ".2f"),
     "ttft_added_ms": ("added", ".2f"),
+    "split": ("split", "s"), "category": ("category", "s"), "input_tokens": ("input", ".0f"),
+    "concurrency": ("at a time", "d"), "tokens_per_second_per_user": ("per user", ".1f"), "ttft_ms": ("ttft ms", ".1f"),
+    "accept_length": ("tokens a round", ".2f"),
     "ttft_ms.p90": ("p90", ".1f"), "itl_ms.p50": ("itl p50", ".1f"), "itl_ms.p99": ("p99", ".1f"),
 }  # fmt: skip
 """Every figure's key in a row (a.b: in the mapping at a): its heading and format. What a row lacks is shown as "-"."""
@@ -104,6 +107,19 @@ def show_speculation(facts: Figures, found: Figures) -> None:
         f"keys and values: {found['kv_bytes_per_token']:,} bytes a token",
     )
     out.print("\n".join(lines), soft_wrap=True)
+
+
+def show_speed_bench(facts: Figures, about: Figures, rows: Sequence[Figures], categories: Mapping[str, float]) -> None:
+    """SPEED-Bench's two splits: acceptance by category and position, and speed by input length and concurrency."""
+    out = console(110)
+    out.print(_title(facts), soft_wrap=True)
+    out.print(f"drafter {about['drafter']}, γ {about['draft_length']}, greedy\n", soft_wrap=True)
+    first = rows[0]
+    out.print(listed("category accept_length", [{"category": n, "accept_length": v} for n, v in categories.items()]))
+    places = ", ".join(f"{share:.2f}" for share in first["accepted_by_position"])
+    out.print(f"accepted up to position 1, 2, …: {places or 'nothing'}\n", soft_wrap=True)
+    keys = "split input_tokens concurrency plain_tokens_per_second tokens_per_second tokens_per_second_per_user speedup"
+    out.print(listed(f"{keys} ttft_ms accept_length mismatches", rows))
 
 
 def show_load(facts: Figures, results: Mapping[str, Figures], bounded: bool) -> None:

@@ -80,13 +80,21 @@ class Way:
         return [sum(map(len, one.tokens)) / one.seconds for one in self.passes]
 
 
-def run_once(job: Job, way: Way, items: Sequence[Item] | None = None, due: Sequence[float] | None = None) -> Pass:
+def run_once(
+    job: Job,
+    way: Way,
+    items: Sequence[Item] | None = None,
+    due: Sequence[float] | None = None,
+    in_flight: int | None = None,
+) -> Pass:
     """All prompts (or these) through an engine, `batch` at a time; returns when the last one has ended.
 
-    due  seconds after the start at which each comes, rising; None: all are there from the start.
+    due        seconds after the start at which each comes, rising; None: all are there from the start.
+    in_flight  a request comes when fewer than so many have not ended; None: whatever the others do.
     """
     items = job.items if items is None else items
     due = [0.0] * len(items) if due is None else due
+    most = len(items) if in_flight is None else in_flight
     engine = Engine(job.decoder, way.drafter, way.draft_length, job.rule, way.cache, max_batch=job.batch)
     requests = [
         Request(i, list(item.tokens), len(item.tokens), job.sampling, job.new_tokens, job.stop)
@@ -101,9 +109,10 @@ def run_once(job: Job, way: Way, items: Sequence[Item] | None = None, due: Seque
     try:
         while sent < len(items) or engine.busy:
             now = engine.clock.now() - start
-            while sent < len(items) and due[sent] <= now:
+            while sent < len(items) and due[sent] <= now and _in_flight(requests[:sent], most) < most:
                 # Counted from when it came, not from when the engine had time to look.
-                engine.add(requests[sent], metrics[sent], start + due[sent])
+                came = start + due[sent] if in_flight is None else engine.clock.now()
+                engine.add(requests[sent], metrics[sent], came)
                 sent += 1
             if engine.busy:
                 live += len(engine.step())
@@ -114,6 +123,11 @@ def run_once(job: Job, way: Way, items: Sequence[Item] | None = None, due: Seque
     finally:
         engine.close()
     return Pass(seconds, live / steps, metrics, [request.new_tokens for request in requests])
+
+
+def _in_flight(sent: Sequence[Request], most: int) -> int:
+    """How many of these have not ended; they need not be counted where all may be there at once."""
+    return sum(not request.finished for request in sent) if most <= len(sent) else 0
 
 
 def ways(job: Job) -> tuple[Way, Way]:

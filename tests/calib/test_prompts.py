@@ -84,6 +84,8 @@ def test_the_command(tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert [row["prompt"] for row in rows] == prompts(load("stdlib"), 3, seed=5)
+    starts = {"function": ("def ", "async def "), "class": ("class ",)}
+    assert all(row["prompt"].startswith(starts[row["category"]]) for row in rows)
     assert list(tmp_path.iterdir()) == [out]
     assert load(str(out)).are_prompts
 
