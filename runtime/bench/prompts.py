@@ -30,7 +30,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 
     .jsonl (also .gz) has an object a line: `turns` and `category` (Spec-Bench: the first turn is the prompt), `prompt`
     and `task_id` (HumanEval: the group is what stands before the slash), or `prompt` or `text`, also with a `category`.
-    .parquet is SPEED-Bench as its prepare_data.py leaves it (needs pyarrow). Any other file has a prompt a line.
+    .parquet is SPEED-Bench with its texts filled in (needs pyarrow). Any other file has a prompt a line.
 
     Raises UserError for a file without prompts or with a line that is none of these.
     """
@@ -94,8 +94,8 @@ def _prompt(entry: Any, name: str) -> Prompt | None:
     if isinstance(turns, list) and turns:
         category = str(entry.get("category", name))
         return _text(turns[0], "mt_bench" if category in _MT_BENCH else category)
-    task, category = entry.get("task_id"), entry.get("category")
-    group = task.split("/")[0] if isinstance(task, str) else category if isinstance(category, str) else name
+    task, named = entry.get("task_id"), entry.get("category")
+    group = task.split("/")[0] if isinstance(task, str) else named if isinstance(named, str) else name
     return _text(entry.get("prompt", entry.get("text")), group)
 
 
