@@ -56,10 +56,10 @@ def _weigh(
             continue
         # Deferred drafts are one drafter's, and were not timed apart.
         drafting = seconds.get(state.proposer, drafted - started if len(shares) == 1 else 0.0)
-        took = (ended - drafted) * (1 + len(draft.tokens)) / width
-        if part.budget > 0:
-            took += drafting / shares[state.proposer]
-        state.asked.choice.observe(state.number, 1 + outcome.length, took, len(batch))
+        own = drafting / shares[state.proposer] if part.budget > 0 else 0.0
+        rows = 1 + len(draft.tokens)
+        rest = (ended - drafted) * rows / width
+        state.asked.choice.observe(state.number, 1 + outcome.length, rows, own, rest, len(batch))
 
 
 def _controlled(part: ScheduledRequest) -> bool:

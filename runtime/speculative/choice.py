@@ -1,14 +1,15 @@
 """Who drafts: of several drafters the one that gains the most tokens per second, for each text by itself.
 
-A bandit over what was measured. What a round with a drafter takes is the same for all texts; what it gains is learned
-of each text, beginning with what texts gained lately. All others are looked at from time to time, in so far as looking
-costs little: a text that begins to repeat itself is for lookup, whoever was best before.
+A bandit over what was measured. What a round takes is the same for all texts: the target's time by its rows, which all
+drafters share, so that a machine that changes its pace changes all alike, and what each one's drafting takes. What a
+round gains is learned of each text, beginning with what texts gained lately. All others are looked at from time to time,
+in so far as looking costs little: a text that begins to repeat itself is for lookup, whoever was best before.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from runtime.speculative.estimates import Curve
+from runtime.speculative.estimates import OUTLIER, RATE, Curve
 
 # What looks at drafters that are not the best may cost, as a share of all time, and before there is much of that, in
 # rounds.
@@ -22,7 +23,7 @@ _HOLD, _LONGEST_HOLD = 4, 32
 _PAUSE, _LONGEST_PAUSE = 8, 64
 # What a round leaves of a text's counts before it, and of those of all texts; how many rounds the latter count for in a
 # text of which nothing is known.
-_FADE, _FADE_ALL, _PRIOR = 0.97, 0.95, 5.0
+_FADE, _FADE_ALL, _PRIOR = 0.97, 0.98, 5.0
 
 
 @dataclass
@@ -38,6 +39,22 @@ class _Gain:
     def halve(self) -> None:
         """What is to be looked at again may have changed."""
         self.tokens, self.rounds = self.tokens / 2, self.rounds / 2
+
+
+@dataclass
+class _Cost:
+    """What a drafter's rounds are of one text: rows of the target's forward, and seconds of drafting; fading means."""
+
+    rows: float = 0.0
+    drafting: float = 0.0
+    rounds: int = 0
+
+    def add(self, rows: int, drafting: float) -> None:
+        self.rounds += 1
+        rate = max(RATE, 1 / self.rounds)
+        usual = min(drafting, OUTLIER * self.drafting) if self.rounds > 3 else drafting
+        self.rows += rate * (rows - self.rows)
+        self.drafting += rate * (usual - self.drafting)
 
 
 @dataclass
@@ -71,8 +88,9 @@ class Choice:
         self.names = tuple(names)
         self.seconds = self.looking_seconds = 0.0
         self._all = {name: _Gain() for name in names}
-        # By drafter, and by the texts in a round: the seconds of one text's part of a round.
-        self._round = {name: Curve() for name in names}
+        self._costs = {name: _Cost() for name in names}
+        # By the texts in a round: the seconds of one text's part of the target's forward, by its rows.
+        self._target: dict[int, Curve] = {}
         self._texts: dict[int, _Text] = {}
 
     def next(self, text: int, batch: int) -> str:
@@ -100,9 +118,14 @@ class Choice:
         known.pauses.pop(best, None)
         return best
 
-    def observe(self, text: int, tokens: int, seconds: float, batch: int) -> None:
-        """Learns from a text's part of a round in which it gained so many tokens, by whoever `next` named."""
-        known = self._texts[text]
+    def observe(self, text: int, tokens: int, rows: int, drafting: float, rest: float, batch: int) -> None:
+        """Learns from a text's part of a round of `batch` texts, drafted by whoever `next` named.
+
+        tokens          that it gained.
+        rows            of the target's forward.
+        drafting, rest  seconds: of drafting for it, and of everything else.
+        """
+        known, seconds = self._texts[text], drafting + rest
         name = known.chosen
         known.left -= 1
         for other in known.paused:
@@ -114,7 +137,8 @@ class Choice:
         self._all[name].add(tokens, _FADE_ALL)
         # The first round after another drafter's is not what it takes: it has read what it missed.
         if not known.unread:
-            self._round[name].add(batch, seconds)
+            self._costs[name].add(rows, drafting)
+        self._target.setdefault(batch, Curve()).add(rows, rest)
         known.unread = False
 
     def close(self, text: int) -> None:
@@ -132,8 +156,16 @@ class Choice:
 
     def _rates(self, known: _Text, batch: int) -> dict[str, float]:
         """Tokens per second by drafter; 0 where none of its rounds was timed."""
-        times = {name: self._round[name].at(batch) for name in self.names}
+        times = {name: self._seconds(name, batch) for name in self.names}
         return {name: self._tokens(known, name) / times[name] if times[name] > 0 else 0.0 for name in self.names}
+
+    def _seconds(self, name: str, batch: int) -> float:
+        """What a text's part of a round with this drafter takes; 0 where none was timed."""
+        cost = self._costs[name]
+        if not cost.rounds or not self._target:
+            return 0.0
+        nearest = min(self._target, key=lambda known: abs(known - batch))
+        return self._target[nearest].at(cost.rows) + cost.drafting
 
     def _look(self, known: _Text, best: str, rates: Mapping[str, float], batch: int) -> str | None:
         """Who is to be looked at, if that is due and can be afforded: of those, who was waiting the longest."""
@@ -141,9 +173,9 @@ class Choice:
         for name in sorted(due, key=lambda name: known.paused.get(name, 0)):
             if rates[name] == 0:
                 return name  # never timed
-            took = _LOOK * self._round[name].at(batch)
+            took = _LOOK * self._seconds(name, batch)
             lost = took - _LOOK * self._tokens(known, name) / rates[best]
-            left = LOOKING * self.seconds + CREDIT * self._round[best].at(batch) - self.looking_seconds
+            left = LOOKING * self.seconds + CREDIT * self._seconds(best, batch) - self.looking_seconds
             if lost <= left:
                 return name
         return None

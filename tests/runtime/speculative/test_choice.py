@@ -35,7 +35,7 @@ def written(kinds: list[str], by: Choice | str, seed: int, length: int = 300) ->
             have += tokens
             times[kind] += took
             if not isinstance(by, str):
-                by.observe(number, tokens, took, 1)
+                by.observe(number, tokens, most + 1, took - 0.9, 0.9, 1)
         if not isinstance(by, str):
             by.close(number)
     return times
@@ -64,7 +64,7 @@ def test_a_text_that_begins_to_repeat_itself_changes_its_drafter() -> None:
         names = []
         for _ in range(count):
             names.append(choice.next(0, 1))
-            choice.observe(0, tokens[names[-1]], {"model": 1.8, "lookup": 1.1}[names[-1]], 1)
+            choice.observe(0, tokens[names[-1]], 5, {"model": 0.9, "lookup": 0.2}[names[-1]], 0.9, 1)
         return names
 
     assert rounds({"model": 4, "lookup": 1}, 300)[-200:].count("model") > 180
@@ -96,7 +96,7 @@ def test_texts_are_those_of_plain_decoding(target: Model, name: str, sampling: S
         assert [one.tokens for one in found] == plain
     # Each has been tried: nothing is known of a drafter that never drafted.
     assert drafter.choice.seconds > 0
-    assert all(sum(curve.counts.values()) > 0 for curve in drafter.choice._round.values())
+    assert all(cost.rounds > 0 for cost in drafter.choice._costs.values())
 
 
 def test_what_cannot_be_chosen_is_a_sentence(target: Model) -> None:
