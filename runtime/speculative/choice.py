@@ -2,7 +2,7 @@
 
 A bandit over what was measured. What a round takes is the same for all texts: the target's time by its rows, which all
 drafters share, so that a machine that changes its pace changes all alike, and what each one's drafting takes. What a
-round gains is learned of each text, beginning with what texts gained lately. All others are looked at from time to time,
+round gains is learned of each text, beginning with what texts gained lately. All others are looked at now and then,
 in so far as looking costs little: a text that begins to repeat itself is for lookup, whoever was best before.
 """
 
