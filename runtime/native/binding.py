@@ -26,6 +26,7 @@ from runtime.native.structs import (
     MlpBesideStruct,
     ModelStruct,
     StoreStruct,
+    TakenStruct,
     WeightsStruct,
 )
 
@@ -62,6 +63,7 @@ _SIZES = (
     MlpBesideStruct,
     LayerInputsStruct,
     LayerGateStruct,
+    TakenStruct,
 )
 _I, _P = c_int64, c_void_p
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
@@ -75,7 +77,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "encode_tiles": (None, [_I, _P, _P]),
     "decoder_new": (_P, [_P, _I, _P]),
     "decoder_free": (None, [_P]),
-    "forward": (None, [_P, _P, _P, _P, _I, _P, _P]),
+    "forward": (None, [_P, _P, _P, _P, _I, _P, _P, _P]),
     "draft": (_I, [_P, _P, _P, _I, _P, _I, _P, _I]),
     "experts_read": (_I, [_P]),
     "project": (None, [_P, _P, _P, _I, _P]),

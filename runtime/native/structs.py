@@ -187,6 +187,12 @@ class AnglesStruct(Structure):
     _fields_ = [*_all(POINTER(c_void_p), "cos", "sin"), ("growth", c_void_p)]
 
 
+class TakenStruct(Structure):
+    """decoder.h, Taken."""
+
+    _fields_ = [("count", c_int64), *_all(c_void_p, "taps", "out")]
+
+
 class StoreStruct(Structure):
     """kernels.h, Store."""
 

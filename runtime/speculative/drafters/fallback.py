@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from runtime.speculative.draft import Draft, Drafter, Outcome, Request
+from runtime.errors import UserError
+from runtime.speculative.draft import Draft, Drafter, Outcome, Request, StateReader, TakenStates
 
 
 class ChainedDrafter:
@@ -13,11 +14,24 @@ class ChainedDrafter:
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
-        """Raises ValueError without drafters."""
+        """Raises ValueError without drafters; UserError for two that read hidden states."""
         if not drafters:
             raise ValueError("a chain needs at least one drafter")
         self.drafters = tuple(drafters)
         self.name = "+".join(drafter.name for drafter in drafters)
+        self._readers = [drafter for drafter in drafters if isinstance(drafter, StateReader) and drafter.taps]
+        if len(self._readers) > 1:
+            raise UserError(f"{self.name}: at most one drafter of a chain can read the target's hidden states")
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """See StateReader."""
+        return self._readers[0].taps if self._readers else ()
+
+    def read(self, taken: Sequence[TakenStates]) -> None:
+        """See StateReader."""
+        for drafter in self._readers:
+            drafter.read(taken)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         """One draft per request, an empty one where no drafter proposes anything."""
