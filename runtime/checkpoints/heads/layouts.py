@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.checkpoints.heads.record import HeadDescription, HeadKind, HeadLayers, MarkovKind
+from runtime.checkpoints.heads.record import ACTIVATIONS, HeadDescription, HeadKind, HeadLayers, MarkovKind
 from runtime.errors import UserError, fault_of
 
 Values = Mapping[str, Any]
@@ -34,12 +34,14 @@ class Layout:
     """How one writer's heads of one kind are read.
 
     describe  the record of a config.json; it raises UserError naming the key, beginning with the given words.
-    renames   beginnings of the file's names and what stands for them here, the first that fits counts; "": left out.
+    renames   beginnings of the file's names, and what stands for them in the record's; the first that fits counts.
+    hidden_first  mtp: the hidden state is joined before the embedding, not behind it.
     """
 
     name: str
     describe: Callable[[Values, str], HeadDescription]
     renames: tuple[tuple[str, str], ...] = ()
+    hidden_first: bool = False
 
 
 def read_layers(values: Values, shown: str, count: int | None = None) -> HeadLayers:
@@ -79,6 +81,9 @@ def read_layers(values: Values, shown: str, count: int | None = None) -> HeadLay
         )
     if min(found.hidden, found.heads, found.kv_heads, found.head_dim, found.inner, found.count) < 1:
         raise UserError(f"{shown}: sizes of a head must be at least 1, found {found}; fetch the file again")
+    if found.activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise UserError(f"{shown}: hidden_act must be one of {known}, found {found.activation!r}; update Specpress")
     if found.heads % found.kv_heads:
         raise UserError(
             f"{shown}: num_key_value_heads must divide num_attention_heads, found {found.kv_heads} and {found.heads}; "
@@ -126,7 +131,9 @@ def _markov(values: Values, hidden: int, shown: str) -> dict[str, Any]:
     kinds: dict[str, MarkovKind] = {"vanilla": "vanilla", "gated": "gated", "rnn": "rnn"}
     kind = str(values.get("markov_head_type") or "vanilla").lower()
     if kind not in kinds:
-        raise UserError(f"{shown}: markov_head_type must be one of {', '.join(kinds)}, found {kind!r}; update Specpress")
+        raise UserError(
+            f"{shown}: markov_head_type must be one of {', '.join(kinds)}, found {kind!r}; update Specpress"
+        )
     confident = bool(values.get("enable_confidence_head"))
     inputs = hidden + (rank if values.get("confidence_head_with_markov") else 0)
     return {"markov": kinds[kind] if rank else "", "rank": rank, "confidence": inputs if confident else 0}
@@ -148,6 +155,8 @@ def _speculators(kind: HeadKind) -> Callable[[Values, str], HeadDescription]:
             "target_hidden": whole(values, "target_hidden_size", shown, 1, layers.hidden),
             "draft_vocab": vocab if kind == "mtp" else whole(values, "draft_vocab_size", shown, 1, 32000),
         }
+        if kind == "mtp":
+            found["normed_output"] = True
         if kind in ("eagle3", "peagle"):
             norms = {"norm_before_fc": "whole", "fc_norm": "each"}
             found |= {

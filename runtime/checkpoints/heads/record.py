@@ -20,6 +20,7 @@ from typing import Any, Literal
 HeadKind = Literal["eagle3", "peagle", "dflash", "dspark", "mtp"]
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 HEAD_KINDS: tuple[HeadKind, ...] = ("eagle3", "peagle", "dflash", "dspark", "mtp")
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 # EAGLE-3 reads three depths of the target where its file names none.
 DEPTHS = 3
 Shapes = dict[str, tuple[int, ...]]
@@ -67,7 +68,7 @@ class HeadDescription:
                    of them, and all but 3. Of mtp none: it reads the last one's, behind the target's norm.
     normed_residual  eagle3, peagle: the first block adds to the normed hidden state (`norm_before_residual`).
     fuse_norm      what is normed before fc: "", "whole" or "each".
-    normed_output  eagle3: the next step reads what the last norm gives, not what it gets (`norm_output`).
+    normed_output  eagle3, mtp: the next step reads what the last norm gives, not what it gets (`norm_output`).
     tokens         the most that a parallel head drafts; 0: no bound.
     from_anchor    dflash, dspark: whether the text's last token has a draft behind it already; else the first is read
                    where the first mask stands.
