@@ -34,7 +34,10 @@ def command(
     ] = None,
     target: Annotated[str | None, typer.Option(help="The same as an option.")] = None,
     draft: Annotated[
-        str | None, typer.Option(help="A draft model's directory, or Medusa heads'.", show_default="the run's own")
+        str | None,
+        typer.Option(
+            help="The directory of a draft model, Medusa heads or a published head.", show_default="the run's own"
+        ),
     ] = None,
     drafter: Annotated[
         DrafterName | None,

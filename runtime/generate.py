@@ -34,6 +34,11 @@ class DrafterName(StrEnum):
     NESTED = "nested"
     MEDUSA = "medusa"
     LOOKUP_MEDUSA = "lookup+medusa"
+    EAGLE3 = "eagle3"
+    PEAGLE = "peagle"
+    DFLASH = "dflash"
+    DSPARK = "dspark"
+    MTP = "mtp"
 
 
 class RuleName(StrEnum):
@@ -49,7 +54,10 @@ def main(
     target: Annotated[str, typer.Option(help="A model directory, a run folder, or a hub name.", show_default=False)],
     prompt: Annotated[str, typer.Option(help="The text to continue.", show_default=False)],
     draft: Annotated[
-        str | None, typer.Option(help="A draft model's directory, or Medusa heads'; by default the run's own.")
+        str | None,
+        typer.Option(
+            help="The directory of a draft model, Medusa heads or a published head; by default the run's own."
+        ),
     ] = None,
     drafter: Annotated[
         DrafterName | None,

@@ -21,6 +21,8 @@ from runtime.bench.random_models import is_random, write_shape
 from runtime.bench.random_tokenizer import write_tokenizer
 from runtime.bench.shapes import SHAPES
 from runtime.bench.speculate import GrammarDrafter, Item, Job, Way, run_once
+from runtime.checkpoints.heads.open import kind_of
+from runtime.checkpoints.open import locate
 from runtime.engine.requests import MAX_DRAFT_LENGTH
 from runtime.errors import UserError
 from runtime.files import read_json
@@ -29,7 +31,7 @@ from runtime.model.load import Model, load
 from runtime.sampling.params import Sampling
 from runtime.speculative.costs import Prober, StepCosts
 from runtime.speculative.draft import Drafter, NoDrafter
-from runtime.speculative.drafters.by_name import make
+from runtime.speculative.drafters.by_name import HEADS, make
 from runtime.speculative.drafters.model import ModelDrafter
 from runtime.speculative.drafters.nested import upper_half
 from runtime.speculative.verify import Rule
@@ -66,7 +68,9 @@ def opened_job(options: JobOptions) -> Iterator[tuple[Job, Model]]:
         model = opened(shape or str(options.target), "target", shape is not None, planes="nested" in kinds)
         source = draft if draft is not None or model.draft_path is None else str(model.draft_path)
         if not kinds:
-            kinds = ["model" if source is not None else "lookup" if model.medusa_path is None else "medusa"]
+            published = None if draft is None or draft in SHAPES else kind_of(locate(draft))
+            own = "model" if source is not None else "lookup" if model.medusa_path is None else "medusa"
+            kinds = [published or own]
         draft_model = None
         if kinds == ["oracle", "nested"]:
             kinds, draft_model = ["oracle"], replace(model, decoder=upper_half(model))
@@ -74,7 +78,7 @@ def opened_job(options: JobOptions) -> Iterator[tuple[Job, Model]]:
             if source is None:
                 raise UserError(f"--drafter {'+'.join(kinds)} needs a draft; give --draft DIR or a shape's name")
             draft_model = opened(source, "draft", source in SHAPES)
-        heads = Path(draft) if draft is not None and "medusa" in kinds and draft_model is None else None
+        heads = Path(draft) if draft is not None and set(HEADS) & set(kinds) and draft_model is None else None
         if draft is not None and heads is None and (draft_model is None or draft_model.decoder is model.decoder):
             raise UserError(f"--draft names a model, but --drafter is {'+'.join(kinds)}; leave out one of the two")
         items = _items(model, options)

@@ -30,7 +30,10 @@ class ServeOptions:
         ),
     ]
     draft: Annotated[
-        str | None, typer.Option(help="The first target's draft, or Medusa heads'.", show_default="the run's own")
+        str | None,
+        typer.Option(
+            help="The first target's draft model, Medusa heads or published head.", show_default="the run's own"
+        ),
     ] = None
     drafter: Annotated[
         str | None,

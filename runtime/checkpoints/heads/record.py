@@ -65,7 +65,7 @@ class HeadDescription:
     vocab          of the target.
     draft_vocab    tokens that it can draft.
     depths         behind how many of the target's blocks hidden states are taken (0: the embedding); (): behind 2, half
-                   of them, and all but 3. Of mtp none: it reads the last one's, behind the target's norm.
+                   of them, and all but 3, or of mtp behind the last, which it reads as the target's norm leaves it.
     normed_residual  eagle3, peagle: the first block adds to the normed hidden state (`norm_before_residual`).
     fuse_norm      what is normed before fc: "", "whole" or "each".
     normed_output  eagle3, mtp: the next step reads what the last norm gives, not what it gets (`norm_output`).
@@ -98,7 +98,7 @@ class HeadDescription:
 
     def at(self, blocks: int) -> tuple[int, ...]:
         """The depths in a target of so many blocks, as `depths` has them."""
-        return self.depths or (() if self.kind == "mtp" else (2, blocks // 2, blocks - 3))
+        return self.depths or ((blocks,) if self.kind == "mtp" else (2, blocks // 2, blocks - 3))
 
     def shapes(self) -> Shapes:
         """Every tensor that the file must have, and its shape."""

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runtime.checkpoints.heads.open import kind_of
+from runtime.checkpoints.heads.record import HEAD_KINDS, HeadKind
 from runtime.checkpoints.medusa import DESCRIPTION
+from runtime.checkpoints.open import locate
 from runtime.contract import no_drafts
 from runtime.errors import UserError
 from runtime.files import regular
@@ -17,14 +20,20 @@ from runtime.speculative.drafters.lookup import LookupDrafter
 from runtime.speculative.drafters.medusa import MedusaDrafter, load_heads
 from runtime.speculative.drafters.nested import NestedDrafter
 from runtime.speculative.drafters.other_tokenizer import model_drafter
+from runtime.speculative.drafters.published import PublishedDrafter
 from runtime.speculative.drafters.suffix import SuffixDrafter
 from runtime.speculative.drafters.tree import TreeDrafter
 from runtime.speculative.drafters.tree_growth import Growth, TreeShape
+from runtime.speculative.heads.load import load_head
 from runtime.speculative.recorded import Recorded, recorded
 from runtime.speculative.verify import Rule
 
 if TYPE_CHECKING:
     from runtime.model.load import Model
+
+
+# Drafters whose --draft is the directory of heads for the target.
+HEADS: tuple[str, ...] = ("medusa", *HEAD_KINDS)
 
 
 @dataclass(frozen=True)
@@ -44,16 +53,17 @@ def drafter_by_name(
     options: dict[str, Any] | None = None,
     tree: str | None = None,
 ) -> NamedDrafter:
-    """The drafter of this name: none, model, tree, lookup, suffix, nested, medusa, or two with a plus between them.
+    """The drafter of this name: none, model, tree, lookup, suffix, nested, medusa, eagle3, peagle, dflash, dspark, mtp,
+    or two with a plus between them.
 
     nested needs a target that was loaded with planes=True. A target that cannot verify drafts gets none, and the note
     says why.
 
-    name     None: `draft` where it is given; else who was the fastest when the target's run was measured, "none"
-             included, where its report says so; otherwise model where there is a draft, medusa where there are heads,
-             else lookup.
-    draft    the directory of the draft model, or of medusa's heads; None: the target's own, where its run folder has
-             one.
+    name     None: `draft` where it is given, as a model or as the published head that it is; else who was the fastest
+             when the target's run was measured, "none" included, where its report says so; otherwise model where there
+             is a draft, medusa where there are heads, else lookup.
+    draft    the directory of the draft model, of medusa's heads, or of a published head; None: the target's own, where
+             its run folder has one, and of mtp its checkpoint.
     corpus   a text file for suffix.
     verify   the rule that will verify.
     options  of `load`, for the draft model.
@@ -65,8 +75,9 @@ def drafter_by_name(
     chosen, said = (name, "") if name is not None else _default(target, draft)
     kinds = chosen.split("+")
     uses_draft = "model" in kinds or "tree" in kinds
-    uses_heads = "medusa" in kinds and not uses_draft
-    own = target.medusa_path if uses_heads else target.draft_path
+    heads = None if uses_draft else next((kind for kind in kinds if kind in HEADS), None)
+    uses_heads = heads is not None
+    own = own_heads(target, heads) if heads is not None else target.draft_path
     found = draft if draft is not None else own
     if draft is not None and not (uses_draft or uses_heads):
         raise UserError(f"--draft names a model, but --drafter is {chosen}; leave out one of the two.")
@@ -89,7 +100,8 @@ def drafter_by_name(
     if model is not None and (why := no_drafts(model.decoder)):
         raise UserError(f"{Path(str(found)).name} cannot draft: {why}; choose another draft.")
     made = make(target, kinds, model, corpus, verify, Path(found) if uses_heads and found is not None else None, tree)
-    notes = [Path(found).name] if model is not None and found is not None else []
+    named = model is not None or (draft is not None and heads in HEAD_KINDS)
+    notes = [Path(found).name] if named and found is not None else []
     if kinds == ["nested"]:
         notes.append("the target's upper four bits")
     notes += [said] if said else []
@@ -99,7 +111,7 @@ def drafter_by_name(
 def _default(target: "Model", draft: str | Path | None) -> tuple[str, str]:
     """The drafter where none is named, and what is to be said of it."""
     if draft is not None:
-        return "model", ""
+        return kind_of(locate(draft)) or "model", ""
     found = recorded(target.path)
     lost = ""
     if found is not None:
@@ -134,12 +146,14 @@ def make(
 ) -> Drafter:
     """One drafter, or several of which the first that finds something drafts; `draft` is for model and tree.
 
-    heads  the directory of medusa's heads; None: the target's own.
+    heads  the directory of medusa's heads or of a published head; None: the target's own.
 
     Raises UserError as `drafter_by_name`.
     """
 
     def one(kind: str) -> Drafter:
+        if (published := next((known for known in HEAD_KINDS if known == kind), None)) is not None:
+            return published_drafter(target, published, heads, verify)
         if kind == "medusa":
             return MedusaDrafter(load_heads(_heads_folder(target, heads), target), verify)
         if kind == "nested":
@@ -155,12 +169,25 @@ def make(
             plan = Growth() if tree is None else TreeShape.parse(tree)
             return TreeDrafter(draft, plan, verify, target.decoder.vocab_size)
         raise UserError(
-            "drafter must be one of none, model, tree, lookup, suffix, nested, medusa, "
+            f"drafter must be one of none, model, tree, lookup, suffix, nested, {', '.join(HEADS)}, "
             f"but is {kind}; choose one of them."
         )
 
     made = [one(kind) for kind in kinds]
     return made[0] if len(made) == 1 else ChainedDrafter(made)
+
+
+def own_heads(target: "Model", kind: str) -> Path | None:
+    """Where a target has heads of its own for a drafter of HEADS; None: nowhere."""
+    return {"medusa": target.medusa_path, "mtp": target.path}.get(kind)
+
+
+def published_drafter(target: "Model", kind: HeadKind, folder: Path | None, verify: Rule) -> PublishedDrafter:
+    """The drafter of a published head in a folder. Raises UserError without one, and as `load_head`."""
+    if folder is None and (folder := own_heads(target, kind)) is None:
+        raise UserError(f"--drafter {kind} needs a head that was made for {target.path.name}; give --draft DIR.")
+    head = load_head(locate(folder), kind, target)
+    return PublishedDrafter(head, head.about.at(target.decoder.layers), verify)  # type: ignore[attr-defined]
 
 
 def _heads_folder(target: "Model", named: Path | None) -> Path:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from runtime import Model, load
+from runtime.sampling.params import Sampling
 from runtime.speculative.draft import Request, TakenStates
 from runtime.speculative.drafters.published import PublishedDrafter
 from runtime.speculative.heads.load import load_head
-from runtime.sampling.params import Sampling
 
 pytest.importorskip("speculators")
 
