@@ -25,7 +25,8 @@ from compress.training.data import AT_ONCE, ShuffledNumbers
 from compress.training.loop import TrainingResult, train_stage
 from runtime import Model, Speculator, formats, load
 from runtime.checkpoints.architecture import describe
-from runtime.checkpoints.medusa import Choice, weights_digest
+from runtime.checkpoints.drafter_files import weights_digest
+from runtime.checkpoints.medusa import Choice
 from runtime.checkpoints.open import open_checkpoint
 from runtime.checkpoints.record import Names
 from runtime.engine.metrics import Metrics

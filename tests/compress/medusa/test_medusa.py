@@ -32,7 +32,8 @@ from compress.training.contract import StageContext
 from compress.training.data import ShuffledNumbers
 from compress.training.parallel import World
 from runtime import Model, Speculator, load
-from runtime.checkpoints.medusa import DESCRIPTION, WEIGHTS, Description, read_description, weights_digest
+from runtime.checkpoints.drafter_files import weights_digest
+from runtime.checkpoints.medusa import DESCRIPTION, WEIGHTS, Description, read_description
 from runtime.contract import Rows
 from runtime.engine.metrics import total
 from runtime.speculative.drafters.by_name import drafter_by_name
