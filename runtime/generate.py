@@ -33,7 +33,9 @@ class DrafterName(StrEnum):
     SUFFIX_MODEL = "suffix+model"
     NESTED = "nested"
     MEDUSA = "medusa"
+    BLOCK = "block"
     LOOKUP_MEDUSA = "lookup+medusa"
+    LOOKUP_BLOCK = "lookup+block"
 
 
 class RuleName(StrEnum):
@@ -49,14 +51,15 @@ def main(
     target: Annotated[str, typer.Option(help="A model directory, a run folder, or a hub name.", show_default=False)],
     prompt: Annotated[str, typer.Option(help="The text to continue.", show_default=False)],
     draft: Annotated[
-        str | None, typer.Option(help="A draft model's directory, or Medusa heads'; by default the run's own.")
+        str | None,
+        typer.Option(help="The directory of a draft model, Medusa heads or a block drafter; by default the run's."),
     ] = None,
     drafter: Annotated[
         DrafterName | None,
         typer.Option(
             help="Who proposes tokens; nested: int8 targets.",
-            show_default="the fastest by the run's report; without one model where there is a draft, else medusa, else"
-            " lookup",
+            show_default="the fastest by the run's report; without one block where the run has one, model where"
+            " there is a draft, else medusa, else lookup",
         ),
     ] = None,
     corpus: Annotated[

@@ -66,7 +66,8 @@ def opened_job(options: JobOptions) -> Iterator[tuple[Job, Model]]:
         model = opened(shape or str(options.target), "target", shape is not None, planes="nested" in kinds)
         source = draft if draft is not None or model.draft_path is None else str(model.draft_path)
         if not kinds:
-            kinds = ["model" if source is not None else "lookup" if model.medusa_path is None else "medusa"]
+            own = {"block": model.block_path, "model": source, "medusa": model.medusa_path}
+            kinds = [next((name for name, there in own.items() if there is not None), "lookup")]
         draft_model = None
         if kinds == ["oracle", "nested"]:
             kinds, draft_model = ["oracle"], replace(model, decoder=upper_half(model))
@@ -74,7 +75,8 @@ def opened_job(options: JobOptions) -> Iterator[tuple[Job, Model]]:
             if source is None:
                 raise UserError(f"--drafter {'+'.join(kinds)} needs a draft; give --draft DIR or a shape's name")
             draft_model = opened(source, "draft", source in SHAPES)
-        heads = Path(draft) if draft is not None and "medusa" in kinds and draft_model is None else None
+        trained = draft_model is None and not {"medusa", "block"}.isdisjoint(kinds)
+        heads = Path(draft) if draft is not None and trained else None
         if draft is not None and heads is None and (draft_model is None or draft_model.decoder is model.decoder):
             raise UserError(f"--draft names a model, but --drafter is {'+'.join(kinds)}; leave out one of the two")
         items = _items(model, options)

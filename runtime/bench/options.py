@@ -102,13 +102,14 @@ class JobOptions:
     drafter: Annotated[
         str | None,
         typer.Option(
-            help="none, model, tree, lookup, suffix, nested, medusa, two of them with a plus between, grammar (with"
-            " --schema) or oracle (oracle+nested: at the nested drafter's cost).",
-            show_default="model where there is a draft, else lookup",
+            help="none, model, tree, lookup, suffix, nested, medusa, block, two of them with a plus between, grammar"
+            " (with --schema) or oracle (oracle+nested: at the nested drafter's cost).",
+            show_default="block where the run has one, model where there is a draft, else lookup",
         ),
     ] = None
     draft: Annotated[
-        str | None, typer.Option(help="The draft's directory, a shape's name, or Medusa heads' directory.")
+        str | None,
+        typer.Option(help="The draft's directory, a shape's name, or that of Medusa heads or a block drafter."),
     ] = None
     alpha: Alpha = 0.8
     corpus: Annotated[Path | None, typer.Option(help="A text for the drafter suffix.")] = None
