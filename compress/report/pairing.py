@@ -59,6 +59,8 @@ class Drafting:
             found += ["model", "lookup+model", "suffix+model", "tree"]
         if self.heads is not None:
             found += ["medusa", "lookup+medusa"]
+        if self.target.block_path is not None:
+            found += ["block", "lookup+block"]
         return (*found, *(["nested"] if self.planes else []))
 
     def speculator(self, name: str, draft_length: int | None) -> Speculator:
@@ -72,12 +74,14 @@ class Drafting:
         if "nested" in name.split("+"):
             _require_room(target)
             target = load(target.path, device=str(target.decoder.device), threads=self.threads, planes=True)
-        return Speculator(target, make(target, name.split("+"), self.draft, heads=self.heads), draft_length)
+        kinds = name.split("+")
+        heads = self.heads if "medusa" in kinds else None
+        return Speculator(target, make(target, kinds, self.draft, heads=heads), draft_length)
 
 
 def is_tree(name: str) -> bool:
     """Whether this drafter proposes trees, of which γ counts the nodes."""
-    return not {"tree", "medusa"}.isdisjoint(name.split("+"))
+    return not {"tree", "medusa", "block"}.isdisjoint(name.split("+"))
 
 
 @dataclass(frozen=True)

@@ -274,13 +274,14 @@ def _speculation_findings(report: Report) -> Iterator[str]:
 
 
 def training_findings(training: Mapping[str, Any]) -> tuple[str, ...]:
-    """A sentence or two for each of the stages heal, draft and medusa of `calibration.training`; the others say theirs
-    elsewhere."""
-    heal, draft, medusa = (training.get(kind, {}) for kind in ("heal", "draft", "medusa"))
+    """A sentence or two for each of the stages heal, draft, medusa and block_draft of `calibration.training`; the
+    others say theirs elsewhere."""
+    heal, draft, medusa, block = (training.get(kind, {}) for kind in ("heal", "draft", "medusa", "block_draft"))
     return told(
         "perplexity" in heal and _healed(**heal["perplexity"]),
         "acceptance" in draft and _aligned(**draft["acceptance"]),
         "tokens_per_round" in medusa and _with_heads(medusa),
+        "tokens_per_round" in block and _with_blocks(block),
     )
 
 
@@ -315,13 +316,19 @@ def _aligned(before: dict[str, Any], after: dict[str, Any]) -> str:
 
 
 def _with_heads(medusa: dict[str, Any]) -> str:
-    before, after = medusa["tokens_per_round"]["before"], medusa["tokens_per_round"]["after"]
+    heads = f"the tree of {len(medusa['tree'])} nodes the {medusa['heads']} Medusa heads gain"
+    return _gained(medusa, "The Medusa heads'", heads, "they gain")
+
+
+def _with_blocks(block: dict[str, Any]) -> str:
+    return _gained(block, "The block drafter's", f"{block['nodes']} drafted tokens the block drafter gains", "it gains")
+
+
+def _gained(found: dict[str, Any], whose: str, drafting: str, they: str) -> str:
+    before, after = found["tokens_per_round"]["before"], found["tokens_per_round"]["after"]
     if before is None or after is None:
-        return "The Medusa heads' tokens a round could not be measured: nothing was drafted."
-    return (
-        f"With the tree of {len(medusa['tree'])} nodes the {medusa['heads']} Medusa heads gain {after:.2f} tokens a "
-        f"round on held-out text; untrained they gain {before:.2f}."
-    )
+        return f"{whose} tokens a round could not be measured: nothing was drafted."
+    return f"With {drafting} {after:.2f} tokens a round on held-out text; untrained {they} {before:.2f}."
 
 
 def lossless(report: Report) -> str:

@@ -69,8 +69,8 @@ def opened_job(options: JobOptions) -> Iterator[tuple[Job, Model]]:
         source = draft if draft is not None or model.draft_path is None else str(model.draft_path)
         if not kinds:
             published = None if draft is None or draft in SHAPES else kind_of(locate(draft))
-            own = "model" if source is not None else "lookup" if model.medusa_path is None else "medusa"
-            kinds = [published or own]
+            own = {"block": model.block_path, "model": source, "medusa": model.medusa_path}
+            kinds = [published or next((name for name, there in own.items() if there is not None), "lookup")]
         draft_model = None
         if kinds == ["oracle", "nested"]:
             kinds, draft_model = ["oracle"], replace(model, decoder=upper_half(model))
@@ -78,7 +78,8 @@ def opened_job(options: JobOptions) -> Iterator[tuple[Job, Model]]:
             if source is None:
                 raise UserError(f"--drafter {'+'.join(kinds)} needs a draft; give --draft DIR or a shape's name")
             draft_model = opened(source, "draft", source in SHAPES)
-        heads = Path(draft) if draft is not None and set(HEADS) & set(kinds) and draft_model is None else None
+        trained = draft_model is None and not set(HEADS).isdisjoint(kinds)
+        heads = Path(draft) if draft is not None and trained else None
         if draft is not None and heads is None and (draft_model is None or draft_model.decoder is model.decoder):
             raise UserError(f"--draft names a model, but --drafter is {'+'.join(kinds)}; leave out one of the two")
         items = _items(model, options)

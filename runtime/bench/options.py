@@ -102,14 +102,14 @@ class JobOptions:
     drafter: Annotated[
         str | None,
         typer.Option(
-            help="none, model, tree, lookup, suffix, nested, medusa, eagle3, peagle, dflash, dspark, mtp, two of them"
-            " with a plus between, grammar (with --schema) or oracle (oracle+nested: at the nested drafter's cost).",
-            show_default="model where there is a draft, else lookup",
+            help="none, model, tree, lookup, suffix, nested, medusa, block, eagle3, peagle, dflash, dspark, mtp, two of"
+            " them with a plus, grammar (with --schema) or oracle (oracle+nested: at the nested drafter's cost).",
+            show_default="block where the run has one, model where there is a draft, else lookup",
         ),
     ] = None
     draft: Annotated[
         str | None,
-        typer.Option(help="A shape's name, or the directory of a draft model, Medusa heads or a published head."),
+        typer.Option(help="A shape's name, or the directory of a draft model, Medusa heads, a block or another head."),
     ] = None
     alpha: Alpha = 0.8
     corpus: Annotated[Path | None, typer.Option(help="A text for the drafter suffix.")] = None

@@ -32,15 +32,15 @@ class ServeOptions:
     draft: Annotated[
         str | None,
         typer.Option(
-            help="The first target's draft model, Medusa heads or published head.", show_default="the run's own"
+            help="The first target's draft, Medusa heads, block or another head.", show_default="the run's own"
         ),
     ] = None
     drafter: Annotated[
         str | None,
         typer.Option(
             help="Who proposes tokens where a request names nobody; also two of them with a plus between.",
-            show_default="the fastest by the run's report; without one model where there is a draft, else medusa, else"
-            " lookup",
+            show_default="the fastest by the run's report; without one block where the run has one, model where"
+            " there is a draft, else medusa, else lookup",
         ),
     ] = None
     corpus: Annotated[Path | None, typer.Option(help="For the drafter suffix: a text file.")] = None

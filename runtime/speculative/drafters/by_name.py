@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runtime.checkpoints import block_draft, medusa
 from runtime.checkpoints.heads.open import kind_of
 from runtime.checkpoints.heads.record import HEAD_KINDS, HeadKind
-from runtime.checkpoints.medusa import DESCRIPTION
 from runtime.checkpoints.open import locate
 from runtime.contract import no_drafts
 from runtime.errors import UserError
@@ -15,6 +15,8 @@ from runtime.files import regular
 from runtime.model.load import load
 from runtime.sampling.detokenize import encode_plain, require_same_vocabulary
 from runtime.speculative.draft import Drafter
+from runtime.speculative.drafters.block import BlockDrafter
+from runtime.speculative.drafters.block_network import load_network
 from runtime.speculative.drafters.fallback import ChainedDrafter
 from runtime.speculative.drafters.lookup import LookupDrafter
 from runtime.speculative.drafters.medusa import MedusaDrafter, load_heads
@@ -32,8 +34,10 @@ if TYPE_CHECKING:
     from runtime.model.load import Model
 
 
-# Drafters whose --draft is the directory of heads for the target.
-HEADS: tuple[str, ...] = ("medusa", *HEAD_KINDS)
+# Drafters that were trained beside their target: the description in their directory, and the recipe's stage.
+_TRAINED = {"medusa": (medusa.DESCRIPTION, "medusa"), "block": (block_draft.DESCRIPTION, "block-draft")}
+# Drafters whose --draft is the directory of what was trained for the target.
+HEADS: tuple[str, ...] = (*_TRAINED, *HEAD_KINDS)
 
 
 @dataclass(frozen=True)
@@ -53,17 +57,17 @@ def drafter_by_name(
     options: dict[str, Any] | None = None,
     tree: str | None = None,
 ) -> NamedDrafter:
-    """The drafter of this name: none, model, tree, lookup, suffix, nested, medusa, eagle3, peagle, dflash, dspark, mtp,
-    or two with a plus between them.
+    """The drafter of this name: none, model, tree, lookup, suffix, nested, medusa, block, eagle3, peagle, dflash,
+    dspark, mtp, or two with a plus between.
 
     nested needs a target that was loaded with planes=True. A target that cannot verify drafts gets none, and the note
     says why.
 
     name     None: `draft` where it is given, as a model or as the published head that it is; else who was the fastest
-             when the target's run was measured, "none" included, where its report says so; otherwise model where there
-             is a draft, medusa where there are heads, else lookup.
-    draft    the directory of the draft model, of medusa's heads, or of a published head; None: the target's own, where
-             its run folder has one, and of mtp its checkpoint.
+             when the target's run was measured, "none" included, where its report says so; otherwise block where the
+             run has one, model where there is a draft, medusa where there are heads, else lookup.
+    draft    the directory of the draft model, of what medusa or block were trained to, or of a published head; None:
+             the target's own, where its run folder has one, and of mtp its checkpoint.
     corpus   a text file for suffix.
     verify   the rule that will verify.
     options  of `load`, for the draft model.
@@ -77,8 +81,7 @@ def drafter_by_name(
     uses_draft = "model" in kinds or "tree" in kinds
     heads = None if uses_draft else next((kind for kind in kinds if kind in HEADS), None)
     uses_heads = heads is not None
-    own = own_heads(target, heads) if heads is not None else target.draft_path
-    found = draft if draft is not None else own
+    found = draft if draft is not None else target.draft_path
     if draft is not None and not (uses_draft or uses_heads):
         raise UserError(f"--draft names a model, but --drafter is {chosen}; leave out one of the two.")
     if corpus is not None and "suffix" not in kinds:
@@ -99,11 +102,13 @@ def drafter_by_name(
     model = load(found, **(options or {})) if uses_draft and found is not None else None
     if model is not None and (why := no_drafts(model.decoder)):
         raise UserError(f"{Path(str(found)).name} cannot draft: {why}; choose another draft.")
-    made = make(target, kinds, model, corpus, verify, Path(found) if uses_heads and found is not None else None, tree)
+    made = make(target, kinds, model, corpus, verify, Path(draft) if uses_heads and draft is not None else None, tree)
     named = model is not None or (draft is not None and heads in HEAD_KINDS)
     notes = [Path(found).name] if named and found is not None else []
     if kinds == ["nested"]:
         notes.append("the target's upper four bits")
+    if heads == "mtp" and draft is None:
+        notes.append("the target's own layer")
     notes += [said] if said else []
     return NamedDrafter(made, f" ({'; '.join(notes)})" if notes else "")
 
@@ -119,9 +124,12 @@ def _default(target: "Model", draft: str | Path | None) -> tuple[str, str]:
         lacks = ("a draft" if target.draft_path is None and not {"model", "tree"}.isdisjoint(kinds) else "") or (
             "Medusa heads" if target.medusa_path is None and "medusa" in kinds else ""
         )
+        lacks = lacks or ("a block drafter" if target.block_path is None and "block" in kinds else "")
         if not lacks:
             return found.drafter, _said(found)
         lost = f"{found.drafter}, the fastest when measured, lacks {lacks}"
+    if target.block_path is not None:
+        return "block", lost
     if target.draft_path is not None:
         return "model", lost
     if target.medusa_path is not None:
@@ -146,7 +154,7 @@ def make(
 ) -> Drafter:
     """One drafter, or several of which the first that finds something drafts; `draft` is for model and tree.
 
-    heads  the directory of medusa's heads or of a published head; None: the target's own.
+    heads  the directory of what medusa or block were trained to, or of a published head; None: the target's own.
 
     Raises UserError as `drafter_by_name`.
     """
@@ -155,7 +163,9 @@ def make(
         if (published := next((known for known in HEAD_KINDS if known == kind), None)) is not None:
             return published_drafter(target, published, heads, verify)
         if kind == "medusa":
-            return MedusaDrafter(load_heads(_heads_folder(target, heads), target), verify)
+            return MedusaDrafter(load_heads(_folder(kind, target, heads, target.medusa_path), target), verify)
+        if kind == "block":
+            return BlockDrafter(load_network(_folder(kind, target, heads, target.block_path), target), verify)
         if kind == "nested":
             return NestedDrafter(target, verify)
         if kind == "lookup":
@@ -177,30 +187,27 @@ def make(
     return made[0] if len(made) == 1 else ChainedDrafter(made)
 
 
-def own_heads(target: "Model", kind: str) -> Path | None:
-    """Where a target has heads of its own for a drafter of HEADS; None: nowhere."""
-    return {"medusa": target.medusa_path, "mtp": target.path}.get(kind)
-
-
 def published_drafter(target: "Model", kind: HeadKind, folder: Path | None, verify: Rule) -> PublishedDrafter:
     """The drafter of a published head in a folder. Raises UserError without one, and as `load_head`."""
-    if folder is None and (folder := own_heads(target, kind)) is None:
+    if folder is None and kind != "mtp":
         raise UserError(f"--drafter {kind} needs a head that was made for {target.path.name}; give --draft DIR.")
-    head = load_head(locate(folder), kind, target)
+    head = load_head(target.path if folder is None else locate(str(folder)), kind, target)
     return PublishedDrafter(head, head.about.at(target.decoder.layers), verify)  # type: ignore[attr-defined]
 
 
-def _heads_folder(target: "Model", named: Path | None) -> Path:
-    """Where medusa's heads are: the directory itself, or a run folder's `medusa/`."""
+def _folder(kind: str, target: "Model", named: Path | None, own: Path | None) -> Path:
+    """Where a trained drafter is: the directory itself, or the one of its kind in a run folder."""
+    description, stage = _TRAINED[kind]
     if named is None:
-        if target.medusa_path is None:
+        if own is None:
+            what = "heads" if kind == "medusa" else "a directory of its own"
             raise UserError(
-                f"--drafter medusa needs heads, but {target.path.name} comes without; compress it by a recipe with a "
-                "medusa stage, or give --draft DIR."
+                f"--drafter {kind} needs {what}, but {target.path.name} comes without; compress it by a recipe with a "
+                f"{stage} stage, or give --draft DIR."
             )
-        return target.medusa_path
-    inner = named / "medusa"
-    return inner if (inner / DESCRIPTION).is_file() else named
+        return own
+    inner = named / kind
+    return inner if (inner / description).is_file() else named
 
 
 def _tokens(target: "Model", corpus: Path) -> list[int]:

@@ -14,9 +14,10 @@ from torch import Tensor
 from runtime.checkpoints.heads.record import HeadKind
 from runtime.sampling.distribution import argmax_tokens, host
 from runtime.speculative.draft import Draft, EachText, Request, TakenStates
+from runtime.speculative.drafters.block import WORTH
 from runtime.speculative.drafters.model import Drafting, add_token, argmax_alone, stacked
 from runtime.speculative.heads.blocks import Memory, Span
-from runtime.speculative.heads.markov import bias
+from runtime.speculative.heads.markov import acceptance, bias
 from runtime.speculative.heads.network import (
     Head,
     fuse,
@@ -194,16 +195,26 @@ def draft_block(head: Head, asked: Sequence[_Asked], choose: Choose) -> None:
 
 
 def _choose_along(head: Head, asked: Sequence[_Asked], logits: Tensor, hidden: Tensor, choose: Choose) -> None:
-    """Drafts all tokens from their logits (all budgets, draft vocabulary), which dspark bends by the token before."""
+    """Drafts all tokens from their logits (all budgets, draft vocabulary), which dspark bends by the token before.
+
+    A draft ends where dspark's confidence says that the text comes to the next token with less than WORTH. That depends
+    on the tokens before it alone, so that `rejection` stays exact.
+    """
     begins = [0, *accumulate(one.drafting.budget for one in asked)]
     before = [one.last for one in asked]
     state = hidden.new_zeros((len(asked), head.about.rank))
+    reached = hidden.new_ones(len(asked))
     for step in range(max(one.drafting.budget for one in asked)):
-        still = [i for i, one in enumerate(asked) if one.drafting.budget > step]
-        rows = [begins[i] + step for i in still]
+        still = [i for i, one in enumerate(asked) if one.drafting.budget > step and reached[i] >= WORTH]
+        rows, tokens = [begins[i] + step for i in still], [before[i] for i in still]
+        if head.confidence is not None:
+            reached[still] *= acceptance(head.confidence, hidden[rows], tokens, head.markov)
+            kept = [n for n, i in enumerate(still) if reached[i] >= WORTH]
+            still, rows, tokens = ([part[n] for n in kept] for part in (still, rows, tokens))
+        if not still:
+            return
         found = logits[rows]
         if head.markov is not None:
-            tokens = torch.tensor([before[i] for i in still], device=hidden.device)
             bent, state[still] = bias(head.markov, tokens, hidden[rows], state[still])
             found = found + bent
         choose(found, [asked[i].drafting for i in still])

@@ -1,5 +1,6 @@
 """DSpark's second half (2607.05147): how a drafted token bends the logits behind it, and how sure the head is."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,12 +24,12 @@ class Markov:
     bend: Linear | None = None
 
 
-def bias(markov: Markov, tokens: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The bias (B, draft vocabulary) on rows with hidden states (B, hidden) behind tokens (B,), and the next state.
+def bias(markov: Markov, tokens: Sequence[int], hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The bias (B, draft vocabulary) on rows with hidden states (B, hidden) behind B tokens, and the next state.
 
     state  (B, rank): zeros at a block's beginning; only `rnn` changes it.
     """
-    before = markov.table[tokens]
+    before = markov.table[torch.tensor(tokens, device=hidden.device)]
     if markov.bend is None:
         return markov.out(before), state
     if markov.kind == "gated":
@@ -47,9 +48,9 @@ class Confidence:
     bias: Tensor
 
 
-def acceptance(confidence: Confidence, hidden: Tensor, before: Tensor | None) -> Tensor:
-    """(B,) probabilities, of hidden states (B, hidden) and the tokens before, as rows (B, rank) of the Markov table."""
+def acceptance(confidence: Confidence, hidden: Tensor, tokens: Sequence[int], markov: Markov | None) -> Tensor:
+    """(B,) probabilities, of rows with hidden states (B, hidden) behind B tokens."""
     features = hidden
-    if before is not None and confidence.weight.shape[1] > hidden.shape[1]:
-        features = torch.cat((hidden, before), dim=-1)
+    if markov is not None and confidence.weight.shape[1] > hidden.shape[1]:
+        features = torch.cat((hidden, markov.table[torch.tensor(tokens, device=hidden.device)]), dim=-1)
     return torch.sigmoid(features @ confidence.weight[0] + confidence.bias[0])

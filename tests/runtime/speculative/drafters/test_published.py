@@ -32,8 +32,8 @@ KINDS = {"SpecForge": "eagle3", "z-lab": "dflash", "SpecForge-dspark": "dspark",
 
 
 @pytest.fixture(scope="module")
-def target(tiny_packed: TinyPacked, kernels: str) -> Model:
-    return load(tiny_packed("int8"), kernels=kernels)
+def target(tiny_packed: TinyPacked) -> Model:
+    return load(tiny_packed("int8"))
 
 
 @pytest.fixture(scope="module")
@@ -167,27 +167,44 @@ def request(tokens: list[int], id_: int = 0, **options: Any) -> Request:
 # Texts.
 
 
+SAMPLING = [
+    Sampling(),
+    *(Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.1, seed=seed) for seed in (1, 2, 3)),
+]
+
+
+@pytest.fixture(scope="module")
+def texts(target: Model) -> list[list[int]]:
+    """What plain decoding writes: one greedy text, and three that are sampled."""
+    return [result.tokens for result in Speculator(target).generate(PROMPTS, 20, SAMPLING, stop=())]
+
+
 @pytest.mark.parametrize("name", CONFIGS)
-def test_texts_are_those_of_plain_decoding(target: Model, folders: dict[str, Path], name: str) -> None:
-    sampling = [
-        Sampling(),
-        *(Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.1, seed=seed) for seed in (1, 2, 3)),
-    ]
-    expected = Speculator(target).generate(PROMPTS, 24, sampling, stop=())
-    found = Speculator(target, drafter_of(target, folders, name), 6, max_batch=3).generate(
-        PROMPTS, 24, sampling, stop=()
-    )
-    assert [result.tokens for result in found] == [result.tokens for result in expected]
+def test_texts_are_those_of_plain_decoding(
+    target: Model, folders: dict[str, Path], texts: list[list[int]], name: str
+) -> None:
+    speculator = Speculator(target, drafter_of(target, folders, name), 5, max_batch=3)
+    found = speculator.generate(PROMPTS, 20, SAMPLING, stop=())
+    assert [result.tokens for result in found] == texts
     measured = total([result.metrics for result in found])
     # The states are known from the prompt's end on: every round drafts but those that need no draft.
     assert measured.drafted > 2 * (measured.rounds - len(PROMPTS))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eagle3", "peagle", "dspark", "mtp"])
+def test_texts_on_plain_torch(tiny_packed: TinyPacked, folders: dict[str, Path], name: str) -> None:
+    target = load(tiny_packed("int8"), kernels="plain-torch")
+    expected = Speculator(target).generate(PROMPTS[:2], 12, SAMPLING[1:3], stop=())
+    found = Speculator(target, drafter_of(target, folders, name), 4).generate(PROMPTS[:2], 12, SAMPLING[1:3], stop=())
+    assert [result.tokens for result in found] == [result.tokens for result in expected]
+
+
 def test_paged_caches_and_rounds_whose_length_is_chosen(target: Model, folders: dict[str, Path]) -> None:
-    expected = Speculator(target, cache=CacheOptions("int8")).generate(PROMPTS, 30, stop=())
+    expected = Speculator(target, cache=CacheOptions("int8")).generate(PROMPTS, 20, stop=())
     for name in ("eagle3", "dspark"):
         made = make(target, ["lookup", name], heads=folders[name])
-        found = Speculator(target, made, cache=CacheOptions("int8", 8), max_batch=4).generate(PROMPTS, 30, stop=())
+        found = Speculator(target, made, cache=CacheOptions("int8", 8), max_batch=4).generate(PROMPTS, 20, stop=())
         assert [result.tokens for result in found] == [result.tokens for result in expected]
 
 

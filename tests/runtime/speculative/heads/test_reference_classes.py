@@ -15,6 +15,7 @@ from torch import Tensor
 from runtime import Model, load
 from runtime.sampling.params import Sampling
 from runtime.speculative.draft import Request, TakenStates
+from runtime.speculative.drafters import published
 from runtime.speculative.drafters.published import PublishedDrafter
 from runtime.speculative.heads.load import load_head
 
@@ -240,6 +241,7 @@ def test_dspark(target: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     model = with_tables(filled(DSparkDraftModel(DSparkSpeculatorConfig(**parts, **about)), 6), target)
     model.save_pretrained(tmp_path / "head")
     tokens, taken = text_and_states(2)
+    monkeypatch.setattr(published, "WORTH", 0.0)
     draft, logits = drafted(target, tmp_path / "head", "dspark", tokens, taken, 9)
     length, found = LENGTH + 7, []
     from speculators.models.dflash import core as below
@@ -254,6 +256,12 @@ def test_dspark(target: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     for step in range(5):
         assert torch.allclose(found[0][0, step], logits[step][0], atol=1e-4), step
     assert draft == [5 * int(row[0].argmax()) for row in logits]
+    # The draft ends where the confidence head no longer expects its tokens to be accepted.
+    reached = found[1][0].sigmoid().cumprod(0)
+    for worth in (0.5, 0.2, 0.05):
+        monkeypatch.setattr(published, "WORTH", worth)
+        cut, _ = drafted(target, tmp_path / "head", "dspark", tokens, taken, 9)
+        assert cut == draft[: int((reached >= worth).sum())]
 
 
 def test_mtp(target: Model, tmp_path: Path) -> None:
