@@ -13,26 +13,12 @@ import torch
 from torch import Tensor
 
 from runtime import Model, load
-from runtime.sampling.params import Sampling
-from runtime.speculative.draft import Request, TakenStates
 from runtime.speculative.drafters import published
-from runtime.speculative.drafters.published import PublishedDrafter
-from runtime.speculative.heads.load import load_head
+from tests.runtime.speculative.heads.drafts import HIDDEN, LENGTH, VOCAB, block, drafted, filled, text_and_states
 
 pytest.importorskip("speculators")
 
 Tiny = Callable[..., Path]
-LENGTH, VOCAB, HIDDEN = 23, 320, 64
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-}
 
 
 @pytest.fixture(scope="module")
@@ -52,29 +38,6 @@ def config(algorithm: str, tokens: int) -> Any:
     )
 
 
-def block(kind: str, layers: int, **changes: Any) -> Any:
-    from transformers import AutoConfig
-
-    made = AutoConfig.for_model(kind, **SIZES, num_hidden_layers=layers, **changes)
-    made._attn_implementation = "eager"
-    return made
-
-
-def filled(model: Any, seed: int) -> Any:
-    """The model with random weights, and every fifth token in its draft vocabulary."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, tensor in model.named_parameters():
-            spread = 0.2 if "norm" in name else 1.0 if name == "mask_hidden" else tensor.shape[-1] ** -0.5
-            tensor.copy_(spread * torch.randn(tensor.shape, generator=generator) + (1.0 if "norm" in name else 0.0))
-        if getattr(model, "d2t", None) is not None:
-            kept = torch.arange(model.draft_vocab_size) * 5
-            model.d2t.copy_(kept - torch.arange(len(kept)))
-            model.t2d.zero_()
-            model.t2d[kept] = True
-    return model.eval()
-
-
 def with_tables(model: Any, target: Model) -> Any:
     """The model with the target's own embeddings, and its output layer where the vocabulary is whole."""
     table = target.decoder.parts.embedding  # type: ignore[attr-defined]
@@ -92,25 +55,6 @@ def captured(model: Any, run: Callable[[], Any]) -> list[Tensor]:
         run()
     handle.remove()
     return found
-
-
-def drafted(
-    target: Model, folder: Path, kind: str, tokens: list[int], taken: Tensor, budget: int
-) -> tuple[list[int], list[Tensor]]:
-    """A draft, and the logits that it came from."""
-    head = load_head(folder, kind, target)  # type: ignore[arg-type]
-    drafter, seen = PublishedDrafter(head, head.about.at(target.decoder.layers)), []
-    choose = drafter._choose
-    drafter._choose = lambda logits, drafting: (seen.append(logits.clone()), choose(logits, drafting))[1]  # type: ignore[assignment,func-returns-value]
-    request = Request(0, tokens, len(tokens), Sampling(), 100)
-    # The text comes in pieces.
-    for start, end in ((0, 9), (9, 10), (10, len(tokens) - 1)):
-        drafter.read([TakenStates(request, start, taken[start:end])])
-        if end == 9:
-            early = Request(0, tokens[:10], 10, Sampling(), 100)
-            drafter.propose([early], [2])
-    seen.clear()
-    return drafter.propose([request], [budget])[0].tokens, seen
 
 
 @pytest.mark.parametrize(
@@ -146,12 +90,6 @@ def test_eagle3(target: Model, tmp_path: Path, kind: str, layers: int, flags: di
         assert torch.allclose(found[2 * step + 1][LENGTH - 2], logits[step][0], atol=1e-4), step
     ids = model.d2t + torch.arange(len(model.d2t)) if model.d2t is not None else torch.arange(VOCAB)
     assert draft == [int(ids[row[0].argmax()]) for row in logits]
-
-
-def text_and_states(depths: int, seed: int = 2) -> tuple[list[int], Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, VOCAB, (LENGTH,), generator=generator).tolist()
-    return tokens, torch.randn((LENGTH - 1, depths * HIDDEN), generator=generator)
 
 
 def padded(states: Tensor, length: int) -> Tensor:
@@ -264,18 +202,29 @@ def test_dspark(target: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         assert cut == draft[: int((reached >= worth).sum())]
 
 
-def test_mtp(target: Model, tmp_path: Path) -> None:
+QWEN35 = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+    },
+}
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("qwen3", {}), ("qwen3_5_text", QWEN35)])
+def test_mtp(target: Model, tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
     from speculators.models.mtp import MTPDraftModel, MTPSpeculatorConfig
 
-    parts = {"transformer_layer_config": block("qwen3", 4), "speculators_config": config("mtp", 1)}
+    parts = {"transformer_layer_config": block(kind, 4, **changes), "speculators_config": config("mtp", 1)}
     model = with_tables(filled(MTPDraftModel(MTPSpeculatorConfig(**parts)), 7), target)
     model.save_pretrained(tmp_path / "head")
     tokens, taken = text_and_states(1)
-    head = load_head(tmp_path / "head", "mtp", target)
     draft, logits = drafted(target, tmp_path / "head", "mtp", tokens, taken, 1)
-    norm = target.decoder.parts.norm.weight
-    hidden = torch.nn.functional.rms_norm(taken, (HIDDEN,), norm, target.decoder.architecture.norm_eps)
+    norm, eps = target.decoder.parts.norm.weight, target.decoder.architecture.norm_eps  # type: ignore[attr-defined]
+    hidden = torch.nn.functional.rms_norm(taken, (HIDDEN,), norm, eps)
     text = torch.tensor([[*tokens, 1, 1]])
     found = captured(model, lambda: model(text, padded(hidden, LENGTH + 2)))
     assert torch.allclose(found[1][LENGTH - 2], logits[0][0], atol=1e-4)
-    assert draft == [int(logits[0][0].argmax())] and head.about.normed_output
+    assert draft == [int(logits[0][0].argmax())]
