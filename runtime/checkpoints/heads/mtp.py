@@ -10,8 +10,8 @@ from runtime.checkpoints.heads.layouts import Layout, Values, inner, read_layers
 from runtime.checkpoints.heads.record import HeadDescription
 from runtime.errors import UserError
 
-# Model types whose layer is one of Qwen 3.5's kind; where a composite has it, the language model's.
-_QWEN = ("qwen3_next", "qwen3_5", "qwen3_5_text")
+# Model types whose layer is one of Qwen 3.5's kind; of a composite the language model's.
+_QWEN = ("qwen3_next", "qwen3_5_text")
 
 
 def mtp_layout(values: Values, shown: str) -> tuple[Layout, str]:
