@@ -105,8 +105,8 @@ class PublishedDrafter(EachText[_Text]):
                 text.waiting.clear()
         if asked:
             METHODS[self._head.about.kind](self._head, asked, self._choose)
-            for one in asked:
-                one.memory.forget()
+            for part in asked:
+                part.memory.forget()
         vocab = self._head.about.vocab
         return [Draft.chain(one.tokens, stacked(one.probs, vocab)) for one in drafting]
 
