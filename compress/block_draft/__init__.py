@@ -37,9 +37,9 @@ def run(stage: BlockDraft, context: StageContext, out: Path) -> dict[str, Any]:
         raise UserError("block_draft needs a model that Specpress' own kernels run: leave the stage out")
     about = description(stage, target, decoder)
     text = make_text(stage, context, target, about.length + 1, about.taps)
-    torch.manual_seed(context.run.seed)
-    embedding, head = tables(target.path, decoder)
-    network = BlockNetwork(about, embedding, head)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(context.run.seed)
+        network = BlockNetwork(about, *tables(target.path, decoder))
     begun = _begin(network, context, text)
     before = assess(stage, network, target, text, context.work / "before")
     task = BlockTask(network, stage, text, Head.of(decoder, network.head), context.settings.autocast)

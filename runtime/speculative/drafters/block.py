@@ -8,9 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runtime.kernels.native_linear import NativeLinear
 from runtime.sampling.candidates import Candidates, largest, ranked
 from runtime.sampling.distribution import Distributions, argmax_tokens
 from runtime.speculative.draft import Draft, Outcome, Request, TakenStates
+from runtime.speculative.drafters.block_native import Asked, Growth, NativeBlocks, NativeText
 from runtime.speculative.drafters.block_network import BlockNetwork, Floats, Places, Seen
 from runtime.speculative.drafters.tree_growth import ROOT, Tree
 from runtime.speculative.verify import Rule
@@ -25,16 +27,24 @@ _CONSIDERED = 32
 class _Text:
     """What is known of one text.
 
-    end          where the next state belongs: those before it were read, the last `window` of them or fewer are kept.
-    unread       states that came since the last draft.
-    keys_values  of each layer (2, n, kv_heads, head_dim), of the tokens up to the unread ones.
-    last         the last fused state.
+    end     where the next state belongs: those before it were read, the last `window` of them or fewer are kept.
+    unread  states that came since the last draft.
+    plain   of each layer keys and values (2, n, kv_heads, head_dim) of the tokens up to the unread ones, and the last
+            fused state; `native` the same for native kernels.
     """
 
     end: int
     unread: list[Tensor] = field(default_factory=list)
-    keys_values: list[Tensor] = field(default_factory=list)
-    last: Tensor | None = None
+    plain: tuple[list[Tensor], Tensor] | None = None
+    native: NativeText | None = None
+
+    def take(self, window: int) -> Tensor | None:
+        """The unread states that can be seen, (n, taps · hidden), which are read then; None: there are none."""
+        if not self.unread:
+            return None
+        found = torch.cat(self.unread)[-window:] if len(self.unread) > 1 else self.unread[0]
+        self.unread = []
+        return found
 
 
 class BlockDrafter:
@@ -54,6 +64,7 @@ class BlockDrafter:
 
     def __init__(self, network: BlockNetwork, verify: Rule = "coupled", branch: int = 4) -> None:
         self._network, self._branch = network, branch
+        self._native = NativeBlocks(network) if isinstance(network.fuse, NativeLinear) else None
         self._rule: Rule = verify
         self._texts: dict[int, _Text] = {}
 
@@ -81,13 +92,31 @@ class BlockDrafter:
         drafts = [Draft() for _ in requests]
         ends = [self._texts[r.id].end if r.id in self._texts else -1 for r in requests]
         ready = [i for i, r in enumerate(requests) if budgets[i] > 0 and 0 < ends[i] == len(r.tokens) - 1]
-        if ready:
-            seen = self._see([self._texts[requests[i].id] for i in ready])
-            tokens = [requests[i].tokens[-1] for i in ready]
-            length = min(self._network.about.length, max(budgets[i] for i in ready))
-            for i, places in zip(ready, self._network.draft(seen, tokens, length), strict=True):
-                argmax_tokens(places.base, "draft")
-                drafts[i] = self._grow(requests[i], budgets[i], places)
+        if not ready:
+            return drafts
+        texts = [self._texts[requests[i].id] for i in ready]
+        length = min(self._network.about.length, max(budgets[i] for i in ready))
+        # The most probable tokens of greedy texts are found natively; noise, penalties and the like are numpy's.
+        plain = [requests[i].sampling.greedy and requests[i].sampling.plain for i in ready]
+        if self._native is None:
+            seen = self._see(texts)
+            places = self._network.draft(seen, [requests[i].tokens[-1] for i in ready], length)
+            for each in places:
+                argmax_tokens(each.base, "draft")
+            grown = [Draft() for _ in ready]
+        else:
+            asked = [
+                Asked(
+                    self._native_text(text),
+                    text.take(self._network.about.window),
+                    *(text.end, requests[i].tokens[-1], budgets[i] if simple else 0),
+                )
+                for i, text, simple in zip(ready, texts, plain, strict=True)
+            ]
+            grown, places = self._native.draft(asked, length, Growth(self._branch, _CONSIDERED, WORTH))
+        for i, each, draft, simple in zip(ready, places, grown, plain, strict=True):
+            known = simple and self._native is not None
+            drafts[i] = draft if known else self._grow(requests[i], budgets[i], each)
         return drafts
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
@@ -96,30 +125,29 @@ class BlockDrafter:
     def close(self, request: Request) -> None:
         self._texts.pop(request.id, None)
 
+    def _native_text(self, text: _Text) -> NativeText:
+        assert self._native is not None
+        if text.native is None:
+            text.native = self._native.text()
+        return text.native
+
     def _see(self, texts: Sequence[_Text]) -> list[Seen]:
         """Reads what the texts have not read yet, all of it at once."""
         network, window = self._network, self._network.about.window
-        states = [torch.cat(text.unread) if text.unread else None for text in texts]
-        new = [state for state in states if state is not None]
+        states = [text.take(window) for text in texts]
+        new = [(text, state) for text, state in zip(texts, states, strict=True) if state is not None]
         if new:
-            places = torch.cat(
-                [
-                    torch.arange(text.end - len(s), text.end)
-                    for text, s in zip(texts, states, strict=True)
-                    if s is not None
-                ]
-            )
-            fused = network.fused(torch.cat(new))
-            found, first = network.keys_values(fused, places), 0
-            for text, state in zip(texts, states, strict=True):
-                if state is None:
-                    continue
+            places = torch.cat([torch.arange(text.end - len(state), text.end) for text, state in new])
+            fused, first = network.fused(torch.cat([state for _, state in new])), 0
+            found = network.keys_values(fused, places)
+            for text, state in new:
                 part = slice(first, first + len(state))
+                first = part.stop
                 added = [layer[:, part] for layer in found]
-                known = text.keys_values or [layer[:, :0] for layer in added]
-                text.keys_values = [torch.cat((k, a), dim=1)[:, -window:] for k, a in zip(known, added, strict=True)]
-                text.last, text.unread, first = fused[part.stop - 1], [], part.stop
-        return [Seen(text.keys_values, text.last, text.end) for text in texts if text.last is not None]
+                known = [layer[:, :0] for layer in added] if text.plain is None else text.plain[0]
+                both = [torch.cat(pair, dim=1)[:, -window:] for pair in zip(known, added, strict=True)]
+                text.plain = both, fused[part.stop - 1]
+        return [Seen(*text.plain, text.end) for text in texts if text.plain is not None]
 
     def _grow(self, request: Request, budget: int, places: Places) -> Draft:
         """The most probable nodes, as long as they are worth their rows."""

@@ -137,12 +137,15 @@ class BlockNetwork:
         turned = places.to(self.rates.device).unsqueeze(1) * self.rates
         return turned.cos(), turned.sin()
 
+    def normed_embedding(self, ids: Tensor) -> Tensor:
+        """(n, hidden) float32 of tokens (n,) int64."""
+        return self._norm(self.embedding[ids].float(), None)
+
     def draft(self, texts: Sequence[Seen], tokens: Sequence[int], length: int) -> list[Places]:
         """The places of drafts of so many tokens behind each text, of which the last token is given."""
         about = self.about
         ids = torch.tensor(tokens, device=self.embedding.device)
-        embedded = self._norm(self.embedding[ids].float(), None)
-        read = torch.cat((embedded, torch.stack([text.last for text in texts])), dim=1)
+        read = torch.cat((self.normed_embedding(ids), torch.stack([text.last for text in texts])), dim=1)
         x = (self.common(read).unsqueeze(1) + self.places[:length]).flatten(0, 1)
         places = torch.cat([torch.arange(text.end, text.end + length) for text in texts])
         turns, parts = self.turns(places), [slice(i * length, (i + 1) * length) for i in range(len(texts))]

@@ -163,8 +163,27 @@ def test_a_network_that_knows_the_text_is_accepted(target: Model, folder: Path) 
             right = text[at] if at < len(text) else 0
             return type(found)([right, *found.tokens], [0.9, *found.shares], [0.9, *found.promises])
 
-    [result] = Speculator(target, Knows(network), 6).generate([[5, 9, 7]], 30, stop=())
+    knows = Knows(network)
+    knows._native = None  # trees of native kernels do not ask
+    [result] = Speculator(target, knows, 6).generate([[5, 9, 7]], 30, stop=())
     assert result.tokens == plain.tokens and result.metrics.tokens_per_round > 4
+
+
+def test_native_trees_are_those_of_torch(target: Model, folder: Path) -> None:
+    """Two texts whose states come in pieces of all sizes, until the window has moved on several times."""
+    network, text, states = load_network(folder, target), torch.randint(0, 320, (120,)).tolist(), torch.randn(120, 128)
+    if BlockDrafter(network)._native is None:
+        pytest.skip("these kernels are not native")
+    for branch in (1, 4):
+        made = [BlockDrafter(network, branch=branch) for _ in range(2)]
+        made[1]._native, at = None, 0
+        for count in (1, 5, 20, 3, 19, 2, 40, 1, 1, 25):
+            requests = [Request(i, text[: at + count + 1], 1, Sampling(), 200) for i in range(2)]
+            for drafter in made:
+                drafter.read([TakenStates(request, at, states[at : at + count]) for request in requests])
+            at += count
+            found = [drafter.propose(requests, [8, 3]) for drafter in made]
+            assert found[0] == found[1] and len(found[0][0].tokens) >= len(found[0][1].tokens) > 0
 
 
 def test_drafts_are_trees_within_their_budgets(target: Model, folder: Path) -> None:
