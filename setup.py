@@ -31,6 +31,7 @@ KERNELS = [
     "attention",
     "delta_rule",
     "state_space",
+    "block_math",
     "path",
 ]
 # … and once.
@@ -45,6 +46,8 @@ COMMON = [
     "mamba_layer",
     "mlp_layer",
     "draft",
+    "block_draft",
+    "block_tree",
     "noise",
     "pool",
     "pack",

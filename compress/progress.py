@@ -29,6 +29,7 @@ _TITLES = {
     "draft": "Training the draft",
     "states": "Writing text to learn from",
     "medusa": "Training Medusa heads",
+    "block_draft": "Training the block drafter",
     "teacher": "Keeping the teacher's answers",
     "cache": "Calibrating the cache",
     "write": "Writing the model",

@@ -34,14 +34,17 @@ def command(
     ] = None,
     target: Annotated[str | None, typer.Option(help="The same as an option.")] = None,
     draft: Annotated[
-        str | None, typer.Option(help="A draft model's directory, or Medusa heads'.", show_default="the run's own")
+        str | None,
+        typer.Option(
+            help="The directory of a draft model, Medusa heads, a block or another head.", show_default="the run's own"
+        ),
     ] = None,
     drafter: Annotated[
         DrafterName | None,
         typer.Option(
             help="Who proposes tokens.",
-            show_default="the fastest by the run's report; without one model where there is a draft, else medusa, else"
-            " lookup",
+            show_default="the fastest by the run's report; without one block where the run has one, model where"
+            " there is a draft, else medusa, else lookup",
         ),
     ] = None,
     system: Annotated[str | None, typer.Option(help="What the chat template's system message says.")] = None,

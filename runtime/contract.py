@@ -76,10 +76,15 @@ class Rows:
 
 @dataclass(frozen=True)
 class Out:
-    """logits (n, vocabulary) float32 and final hidden states (n, hidden) float32 of the n rows that were asked for."""
+    """logits (n, vocabulary) float32 and final hidden states (n, hidden) float32 of the n rows that were asked for.
+
+    taken  (T, taps · hidden) float32, of a decoder with `taps` (TakesStates): its residual stream behind so many of its
+           layers, side by side in the order of the taps, for every row of the forward.
+    """
 
     logits: Tensor
     hidden: Tensor
+    taken: Tensor | None = None
 
 
 class Cache(Protocol):
@@ -208,6 +213,21 @@ class Loaded(HasDecoder, Protocol):
     @property
     def end_tokens(self) -> frozenset[int]:
         """Ids that end a text, as the model's configuration says; empty where it says nothing."""
+
+
+@runtime_checkable
+class TakesStates(Decoder, Protocol):
+    """What a decoder may offer besides: the residual stream between its layers, for drafters that read it."""
+
+    layers: int
+
+    def tapped(self, taps: Sequence[int]) -> Decoder:
+        """This decoder, on the same weights and caches, whose forwards also give `Out.taken`.
+
+        taps  how many layers stand before each place: 0 is the embedding, `layers` what the final norm reads.
+
+        Raises ValueError for a number that is not in 0..layers, or stands there twice.
+        """
 
 
 @runtime_checkable

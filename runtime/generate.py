@@ -33,7 +33,14 @@ class DrafterName(StrEnum):
     SUFFIX_MODEL = "suffix+model"
     NESTED = "nested"
     MEDUSA = "medusa"
+    BLOCK = "block"
     LOOKUP_MEDUSA = "lookup+medusa"
+    LOOKUP_BLOCK = "lookup+block"
+    EAGLE3 = "eagle3"
+    PEAGLE = "peagle"
+    DFLASH = "dflash"
+    DSPARK = "dspark"
+    MTP = "mtp"
     AUTO = "auto"
 
 
@@ -50,14 +57,15 @@ def main(
     target: Annotated[str, typer.Option(help="A model directory, a run folder, or a hub name.", show_default=False)],
     prompt: Annotated[str, typer.Option(help="The text to continue.", show_default=False)],
     draft: Annotated[
-        str | None, typer.Option(help="A draft model's directory, or Medusa heads'; by default the run's own.")
+        str | None,
+        typer.Option(help="A directory of a draft model, Medusa heads, a block or another head; by default the run's."),
     ] = None,
     drafter: Annotated[
         DrafterName | None,
         typer.Option(
             help="Who proposes tokens; nested: int8 targets.",
-            show_default="the fastest by the run's report; without one model where there is a draft, else medusa, else"
-            " lookup",
+            show_default="the fastest by the run's report; without one block where the run has one, model where"
+            " there is a draft, else medusa, else lookup",
         ),
     ] = None,
     corpus: Annotated[

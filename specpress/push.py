@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from compress.artifact import Artifact
 
 _BESIDE = ("report.html", "report.md", "report.json", "recipe.yaml", "manifest.json")
-_FOLDERS = ("draft", "medusa")
+_FOLDERS = ("draft", "medusa", "block")
 
 
 def command(

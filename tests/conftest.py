@@ -166,7 +166,8 @@ def write_medusa(
     """
     from safetensors.torch import save_file
 
-    from runtime.checkpoints.medusa import DESCRIPTION, WEIGHTS, Description, weights_digest
+    from runtime.checkpoints.drafter_files import weights_digest
+    from runtime.checkpoints.medusa import DESCRIPTION, WEIGHTS, Description
 
     config = json.loads((model / "config.json").read_text())
     sizes = {"hidden_size": config["hidden_size"], "vocab_size": config["vocab_size"]}
@@ -179,5 +180,30 @@ def write_medusa(
     tensors |= {name: tensor + unit for name, tensor in tensors.items() if "mix" in name}
     folder.mkdir(parents=True)
     save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, folder / WEIGHTS)
+    (folder / DESCRIPTION).write_text(description.to_json())
+    return folder
+
+
+def write_block(model: Path, folder: Path, scheme: str = "", seed: int = 0, **about: Any) -> Path:
+    """Saves a block drafter of random matrices for a model; `about`: further fields of the description."""
+    from safetensors.torch import save_file
+
+    from runtime.checkpoints.block_draft import DESCRIPTION, WEIGHTS, Description
+    from runtime.checkpoints.drafter_files import weights_digest
+
+    config = json.loads((model / "config.json").read_text())
+    known: dict[str, Any] = {"taps": (1, 2), "length": 6, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
+    known |= {"intermediate_size": 96, "window": 20, "rank": 8, "scheme": scheme, "target": weights_digest(model)}
+    sizes = {"hidden_size": config["hidden_size"], "vocab_size": config["vocab_size"]}
+    description = Description(**known | sizes | about)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: 1 + 0.1 * torch.randn(shape, generator=generator)
+        if "norm" in name
+        else torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+        for name, shape in description.shapes().items()
+    }
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / DESCRIPTION).write_text(description.to_json())
     return folder

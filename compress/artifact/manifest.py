@@ -14,7 +14,7 @@ NAME = "manifest.json"
 SCHEMA = 1
 # What the bytes of an artifact or its figures depend on.
 _PACKAGES = ("specpress", "torch", "transformers", "tokenizers", "safetensors", "numpy")
-_COVERED = ("model", "draft", "medusa", "exports")
+_COVERED = ("model", "draft", "medusa", "block", "exports")
 
 
 def versions() -> dict[str, str]:

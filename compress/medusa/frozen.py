@@ -9,15 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from compress.errors import UserError
 from compress.medusa.heads import MedusaHeads, accuracies, grow_tree, token_ranks
-from compress.medusa.hidden_states import HiddenStates, Source, collect
+from compress.medusa.own_text import WATCHED, Text, budget_left, make_text
 from compress.recipe.training import Budget
 from compress.recipe.training_stages import Medusa
 from compress.training.contract import Group, Loss, StageContext, Task
@@ -25,19 +22,13 @@ from compress.training.data import AT_ONCE, ShuffledNumbers
 from compress.training.loop import TrainingResult, train_stage
 from runtime import Model, Speculator, formats, load
 from runtime.checkpoints.architecture import describe
-from runtime.checkpoints.medusa import Choice, weights_digest
+from runtime.checkpoints.drafter_files import weights_digest
+from runtime.checkpoints.medusa import Choice
 from runtime.checkpoints.open import open_checkpoint
 from runtime.checkpoints.record import Names
 from runtime.engine.metrics import Metrics
 from runtime.engine.metrics import total as summed
 from runtime.speculative.drafters.medusa import MedusaDrafter, load_heads
-
-# Windows of the training text that are set aside: they choose the tree, and as many as WATCHED the best weights.
-_ASIDE, WATCHED = 64, 32
-# Held-out windows that measure what heads and tree are worth.
-_MEASURED = 64
-# Share of a budget in minutes that making the text may take.
-_COLLECTING = 0.25
 
 
 def run_frozen(stage: Medusa, context: StageContext, out: Path) -> dict[str, Any]:
@@ -46,89 +37,13 @@ def run_frozen(stage: Medusa, context: StageContext, out: Path) -> dict[str, Any
     Raises UserError for a text that is too short, and as the training loop does.
     """
     target = load(context.model, threads=torch.get_num_threads())
-    text = make_text(stage, context, target)
+    text = make_text(stage, context, target, stage.heads + 2)
     heads = new_heads(stage, context.model)
     before = assess(stage, heads, target, text, context.work / "before")
     task = HeadsTask(heads, stage, text, context.settings.autocast)
     trained = train_on(task, text, context, budget_left(stage, context, text), context.work / "heads")
     after = assess(stage, heads, target, text, out)
     return summary(stage, text, before, after, trained)
-
-
-@dataclass(frozen=True)
-class Text:
-    """What heads are trained on, and what not: `watched` is for the best weights and the tree, `measured` for figures.
-
-    aside   the windows of `watched` before the target went on from their prompts.
-    first   the first position whose hidden state is learned from: where the model's own text begins.
-    prompt  tokens of each window that are the text's own.
-    """
-
-    train: HiddenStates
-    watched: HiddenStates
-    aside: Tensor
-    measured: Tensor
-    first: int
-    prompt: int
-
-
-def make_text(stage: Medusa, context: StageContext, target: Model) -> Text:
-    """The windows of the training text and of the held-out one, continued by the target as the stage says."""
-    length, prompt = context.settings.length, prompt_of(stage, context)
-    windows = cut(context.tokens, length, stage.samples + _ASIDE, context.run.seed, "the training text")
-    if len(windows) < 2:
-        raise UserError(f"the training text is too short: expected two windows of {length} tokens, found one")
-    measured = cut(context.held_out, length, _MEASURED, context.run.seed, "the held-out text")
-    aside, rest = windows.split([apart := min(_ASIDE, -(-len(windows) // 8)), len(windows) - apart])
-    seconds = None if context.budget.minutes is None else 60 * context.budget.minutes * _COLLECTING
-    watched = continued(stage, context, target, aside, context.work / "watched")
-    train_on = continued(stage, context, target, rest[: stage.samples], context.work / "states", seconds)
-    context.run.note(
-        f"medusa: {len(train_on)} windows of {length} tokens to train on, continuations: {stage.continuations}; "
-        f"hidden states take {len(train_on) * length * target.decoder.hidden_size * 2 / 1e6:.0f} MB"
-    )
-    # Where windows are prompts with what the model wrote, only its own part is what it will be asked about.
-    return Text(train_on, watched, aside, measured, 0 if stage.continuations == "none" else prompt - 1, prompt)
-
-
-def continued(
-    stage: Medusa, context: StageContext, target: Model, windows: Tensor, folder: Path, seconds: float | None = None
-) -> HiddenStates:
-    """The windows as the target goes on from their prompts, with its hidden states, in that folder."""
-    source = Source(windows, stage.continuations, prompt_of(stage, context), context.run.seed)
-    about = {"target": weights_digest(target.path), "continuations": stage.continuations, "prompt": source.prompt}
-
-    def told(done: int, total: int) -> None:
-        context.run.progress("states", done, total)
-
-    return collect(target, source, folder, about | {"windows": len(windows)}, seconds, told)
-
-
-def prompt_of(stage: Medusa, context: StageContext) -> int:
-    """Tokens of each window that are the text's own. Raises UserError where too few are left for the heads."""
-    length = context.settings.length
-    prompt = max(1, int(length * stage.prompt))
-    if length - prompt < stage.heads + 2:
-        raise UserError(
-            f"training.length: expected at least {stage.heads + 2} tokens beside the prompt's {prompt} for "
-            f"{stage.heads} heads, found {length}: lengthen it"
-        )
-    return prompt
-
-
-def cut(tokens: Tensor | NDArray[np.integer], length: int, count: int, seed: int, name: str) -> Tensor:
-    """At most `count` windows (n, length) int64 of a stream, or of rows that are each cut by themselves.
-
-    Seeded, without overlap. Raises UserError for a text of less than one window.
-    """
-    rows = np.asarray(tokens)
-    rows = rows[None] if rows.ndim == 1 else rows
-    each = rows.shape[1] // length if length else 0
-    if not each * len(rows):
-        raise UserError(f"{name} is too short: expected one window of {length} tokens at least, found {rows.size}")
-    order = np.random.default_rng(seed).permutation(each * len(rows))[:count]
-    found = [rows[number // each, number % each * length :][:length] for number in order]
-    return torch.from_numpy(np.stack(found).astype(np.int64))
 
 
 def new_heads(stage: Medusa, model: Path) -> MedusaHeads:
@@ -142,18 +57,6 @@ def new_heads(stage: Medusa, model: Path) -> MedusaHeads:
         found = checkpoint.weight(names.head)
         table = found if isinstance(found, Tensor) else formats.dequantize(found)
     return MedusaHeads(stage.heads, stage.layers, table, stage.projection == "shared")
-
-
-def budget_left(stage: Medusa, context: StageContext, text: Text) -> Budget:
-    """The budget without what making the text took, which is kept with it: a resumed run trains as long.
-
-    Minutes end after the stage's epochs over the text, too: a fast machine would have the heads learn it by heart.
-    """
-    if context.budget.minutes is None:
-        return context.budget
-    spent = min(_COLLECTING, text.train.seconds / 60 / context.budget.minutes)
-    most = stage.max_epochs * len(text.train) * context.settings.length
-    return Budget(minutes=context.budget.minutes * (1 - spent), most_tokens=most)
 
 
 def train_on(task: Task, text: Text, context: StageContext, budget: Budget, folder: Path) -> TrainingResult:

@@ -19,6 +19,7 @@ from torch import Tensor
 from compress.artifact.files import render_json, whole, write_atomic, write_json
 from compress.errors import UserError
 from runtime.contract import Decoder, Rows, integers
+from runtime.engine.taken import with_taps
 from runtime.model.load import Model
 from runtime.sampling.params import Sampling
 from runtime.speculate import Speculator
@@ -120,10 +121,13 @@ def collect(
     about: dict[str, Any],
     seconds: float | None,
     progress: Callable[[int, int], None],
+    taps: Sequence[int] = (),
 ) -> HiddenStates:
     """Writes the source's windows and the model's hidden states on them; goes on where an earlier call was stopped.
 
     about    what the result depends on beside the source; a folder that was made of something else is refused.
+    taps     which states: those of the residual stream behind so many layers, side by side (contract.TakesStates); ():
+             the final ones.
     seconds  stop after the first chunk that ends later than this (None: never). How many chunks there are then is
              kept, so that a resumed run trains on the same ones; and so is the time that they took.
 
@@ -141,7 +145,7 @@ def collect(
     while not (folder / _DONE).exists():
         progress(found.chunks, total)
         texts = source.texts(model, found.chunks * CHUNK, CHUNK)
-        found.add(texts, _states(model.decoder, texts))
+        found.add(texts, _states(model.decoder, texts, taps))
         spent = time.monotonic() - begun
         if found.chunks == total or (seconds is not None and spent > seconds):
             write_json(folder / _DONE, {"chunks": found.chunks, "seconds": spent})
@@ -149,9 +153,10 @@ def collect(
     return found
 
 
-def _states(decoder: Decoder, windows: Tensor) -> Tensor:
-    """(n, length, hidden) float32 on the CPU."""
-    length, found = windows.shape[1], []
+def _states(decoder: Decoder, windows: Tensor, taps: Sequence[int]) -> Tensor:
+    """(n, length, hidden), or taps · hidden, float32 on the CPU."""
+    length, found, nothing = windows.shape[1], [], torch.empty(0, dtype=torch.int64)
+    decoder = with_taps(decoder, taps)
     cache = decoder.new_cache()
     for window in windows:
         handle = cache.open(length)
@@ -159,7 +164,8 @@ def _states(decoder: Decoder, windows: Tensor) -> Tensor:
         for first in range(0, length, _ROWS):
             piece = window[first : first + _ROWS].tolist()
             rows = Rows.chains([(handle, first, len(piece))])
-            pieces.append(decoder.forward(integers(piece), rows, cache).hidden.cpu())
+            out = decoder.forward(integers(piece), rows, cache, nothing if taps else None)
+            pieces.append((out.hidden if out.taken is None else out.taken).cpu())
         cache.close(handle)
         found.append(torch.cat(pieces))
     states = torch.stack(found)

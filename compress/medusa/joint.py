@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from compress.logits import log_probabilities, token_nll
-from compress.medusa import frozen
+from compress.medusa import frozen, own_text
 from compress.recipe.training import Budget
 from compress.recipe.training_stages import Joint, Medusa
 from compress.training import float_model
@@ -35,11 +35,11 @@ def run_joint(stage: Medusa, context: StageContext, out: Path) -> dict[str, Any]
         raise ValueError("medusa-2 comes after packing, and needs to pack again")
     joint = stage.joint or Joint()
     target = load(context.model, threads=torch.get_num_threads())
-    text = frozen.make_text(stage, context, target)
+    text = own_text.make_text(stage, context, target, stage.heads + 2)
     heads = frozen.new_heads(stage, context.model)
     before = frozen.assess(stage, heads, target, text, context.work / "before")
     alone = frozen.HeadsTask(heads, stage, text, context.settings.autocast)
-    budget = frozen.budget_left(stage, context, text)
+    budget = own_text.budget_left(stage, context, text)
     frozen.train_on(alone, text, context, share(budget, joint.warmup), context.work / "heads")
     student = float_model.Student.load(context.original, "cpu")
     both = JointTask(alone, student.model, float_model.load(context.original), joint)
@@ -60,7 +60,8 @@ def run_joint(stage: Medusa, context: StageContext, out: Path) -> dict[str, Any]
         f"medusa-2: held-out perplexity {perplexity['before']:.3f} before, {perplexity['after']:.3f} after"
     )
     # The new model's own words and hidden states choose the tree.
-    watched = frozen.continued(stage, context, packed, text.aside, context.work / "after")
+    how = own_text.Wanted(stage.continuations, text.prompt)
+    watched = own_text.continued(how, context, packed, text.aside, context.work / "after")
     after = frozen.assess(stage, heads, packed, replace(text, watched=watched), out)
     return frozen.summary(stage, text, before, after, trained) | {"perplexity": perplexity, "perplexity_lost": lost}
 
@@ -99,7 +100,7 @@ class JointTask(frozen.HeadsTask):
     def evaluate(self) -> float:
         """Mean loss over held-out windows, nats."""
         values, counts = [], []
-        watched = self.text.watched.tokens()[: frozen.WATCHED]
+        watched = self.text.watched.tokens()[: own_text.WATCHED]
         for tokens in watched.split(frozen.windows_at_once(self.text, self.heads)):
             with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
                 values.append(float(self._both(tokens).value))

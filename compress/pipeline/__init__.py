@@ -2,7 +2,7 @@
 
 1. What the context names is opened and checked: models, text, the output folder (`inputs`, `artifact.workspace`).
 2. What the stages will do to each tensor is planned, and what that takes is forecast (`forecast`).
-3. Stages on blocks and stages that train make model/, then draft/ and medusa/ beside it (`passes`, `sequential`).
+3. Stages on blocks and stages that train make model/, then draft/, medusa/ and block/ (`passes`, `sequential`).
 4. Exports are made of model/ (`exports`), checksums of all of it are written, and the report is made.
 5. The partial folder takes its name.
 

@@ -10,6 +10,7 @@ from compress.model.source import Source
 from compress.model.structure import ModelStructure
 from compress.pipeline.forecast import Forecast, compute_seconds, resident, stored_bytes
 from compress.recipe import Recipe
+from compress.recipe.block_draft import BlockDraft
 from compress.recipe.training import TrainingStage
 from compress.recipe.training_stages import DistillationStage, Draft, Medusa
 from compress.training.data import AT_ONCE
@@ -135,6 +136,8 @@ def _share(stage: TrainingStage, sizes: Sizes) -> Share:
         return _of_draft(stage, sizes)
     if isinstance(stage, Medusa):
         return _of_medusa(stage, sizes)
+    if isinstance(stage, BlockDraft):
+        return _of_blocks(stage, sizes)
     return _of_model(stage, sizes)
 
 
@@ -182,6 +185,22 @@ def _of_medusa(stage: Medusa, sizes: Sizes) -> Share:
         out += sizes.packed
         flops += (_PASSES + 1) * 2.0 * sizes.target.weights
     return Share(memory, work, out, flops)
+
+
+def _of_blocks(stage: BlockDraft, sizes: Sizes) -> Share:
+    """A network of layers about as large as the packed target's is trained on its states at some depths."""
+    taps, table = 3 if stage.taps is None else len(stage.taps), sizes.rows * sizes.width
+    around = sizes.width * ((taps + 2) * sizes.width + 5 * stage.rank)
+    network = stage.layers * sizes.block.weights + around
+    places = stage.training.batch * stage.anchors * stage.draft_length
+    memory = (_TRAINED_COPIES * network + 3 * table) * _FLOAT + sizes.packed
+    memory += places * _FLOAT * (_ACTIVATION_COPIES * stage.layers * sizes.block.inputs + _LOGITS_COPIES * sizes.rows)
+    work = network * _FLOAT * _CHECKPOINT_COPIES
+    work += (stage.samples + _OTHER_WINDOWS) * stage.training.length * (taps * sizes.width * _HALF + _TOKEN)
+    # Every token of a window is read, and so many places are drafted, each through the head.
+    share = places / (stage.training.batch * stage.training.length)
+    flops = _PASSES * 2.0 * (share * (network + table) + around) + 2.0 * table
+    return Share(memory, work, network * _HALF, flops)
 
 
 def _batch(stage: TrainingStage, student: Size, sizes: Sizes) -> int:

@@ -115,6 +115,7 @@ def _check_speed(context: RunContext, has_draft: bool) -> None:
         "model": ("a draft: name one with --draft", has_draft or "draft" in stages),
         "tree": ("a draft: name one with --draft", has_draft or "draft" in stages),
         "medusa": ("a recipe with a medusa stage, such as int8-medusa", "medusa" in stages),
+        "block": ("a recipe with a block_draft stage, such as int4-block-draft", "block_draft" in stages),
         "nested": (
             "a recipe with int8 weights, such as int8-dynamic",
             quantize is not None and str(quantize.scheme).startswith("int8"),

@@ -153,7 +153,7 @@ def follow(inputs: RunInputs, world: World) -> None:
 
 
 def make_companions(inputs: RunInputs, journal: Journal, made: ModelResult) -> None:
-    """Makes draft/ and medusa/ beside the finished model/: by the stages that train them, or as the draft is."""
+    """Makes draft/, medusa/ and block/ beside the finished model/: by their stages, or as the draft is."""
     folder = journal.folder
     stages = {stage.kind: index for index, stage in enumerate(inputs.context.recipe.stages) if _after(stage.kind)}
     results = {KINDS[kind].result for kind in stages}

@@ -2,11 +2,12 @@
 
 from pydantic import model_validator
 
+from compress.recipe.block_draft import BlockDraft
 from compress.recipe.block_stages import Prune, Quantize, Smooth, Strict
 from compress.recipe.training import TrainingStage
 from compress.recipe.training_stages import Draft, Heal, Medusa, Qat, Ternary
 
-ORDER = ("prune", "heal", "smooth", "quantize", "ternary", "qat", "draft", "medusa")
+ORDER = ("prune", "heal", "smooth", "quantize", "ternary", "qat", "draft", "medusa", "block_draft")
 # Stages that make the weights of which the artifact consists: one of them at most.
 _PACKING = ("quantize", "ternary", "qat")
 _ONCE = tuple(kind for kind in ORDER if kind != "prune")
@@ -23,6 +24,7 @@ class Stage(Strict):
     qat: Qat | None = None
     draft: Draft | None = None
     medusa: Medusa | None = None
+    block_draft: BlockDraft | None = None
 
     @model_validator(mode="after")
     def _one(self) -> "Stage":

@@ -248,7 +248,8 @@ def read_file(path: Path, model: "Model", new_tokens: int) -> tuple[list[list[in
 
 def _certificate(target: "Model", draft: "Model | None", prompts: list[list[int]], new_tokens: int) -> Certificate:
     """Of the drafters that cost little beside a target of any size: one that looks texts up, and the run's own."""
-    own = ["model"] if draft is not None else ["medusa"] if target.medusa_path is not None else ["suffix"]
+    trained = {"block": target.block_path, "model": draft, "medusa": target.medusa_path}
+    own = [next((name for name, there in trained.items() if there is not None), "suffix")]
     drafters = [] if no_drafts(target.decoder) else ["lookup", *own]
     return certify(target, draft, prompts, drafters, min(new_tokens, NEW_TOKENS))
 

@@ -60,6 +60,8 @@ class Drafting:
             found += ["model", "lookup+model", "suffix+model", "tree"]
         if self.heads is not None:
             found += ["medusa", "lookup+medusa"]
+        if self.target.block_path is not None:
+            found += ["block", "lookup+block"]
         return (*found, *(["nested"] if self.planes else []))
 
     def speculator(self, name: str, draft_length: int | None) -> Speculator:
@@ -73,12 +75,13 @@ class Drafting:
         if "nested" in parts(name):
             _require_room(target)
             target = load(target.path, device=str(target.decoder.device), threads=self.threads, planes=True)
-        return Speculator(target, make(target, name, self.draft, heads=self.heads), draft_length)
+        heads = self.heads if "medusa" in parts(name) else None
+        return Speculator(target, make(target, name, self.draft, heads=heads), draft_length)
 
 
 def is_tree(name: str) -> bool:
     """Whether this drafter proposes trees, of which γ counts the nodes."""
-    return not {"tree", "medusa"}.isdisjoint(parts(name))
+    return not {"tree", "medusa", "block"}.isdisjoint(parts(name))
 
 
 @dataclass(frozen=True)

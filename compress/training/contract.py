@@ -86,7 +86,7 @@ class StageContext:
     run        what is asked of the run: seed, threads, progress, …
     original   the uncompressed model's directory.
     model      what the stages before have left: a plain directory for heal, ternary and qat, the finished model/ for
-               draft and medusa.
+               draft, medusa and block_draft.
     draft      the draft's directory, where the run has one.
     tokens     (n,) text to train on, one stream; none of it is calibrated or evaluated on.
     held_out   (E, length) int64: windows that choose the best weights; nothing else reads them.
@@ -134,6 +134,7 @@ KINDS: dict[str, Kind] = {
     "qat": Kind("compress.qat.stage", "model", parallel=True),
     "draft": Kind("compress.distill.draft", "draft", after_packing=True),
     "medusa": Kind("compress.medusa", "medusa", after_packing=True),
+    "block_draft": Kind("compress.block_draft", "block", after_packing=True),
 }
 Run = Callable[[Any, StageContext, Path], dict[str, Any]]
 

@@ -84,6 +84,7 @@ class Sweep:
     def drafters(self) -> list[str]:
         """Who can draft for this target."""
         names = ["lookup", "suffix", *(["model", "tree", "lookup+model"] if self.draft is not None else [])]
+        names += ["block"] * (self.target.block_path is not None)
         return names + ["medusa"] * (self.target.medusa_path is not None)
 
     def cases(self) -> list[Case]:

@@ -19,8 +19,11 @@ from runtime.bench.oracle import OracleDrafter
 from runtime.bench.prompts import read_prompts
 from runtime.bench.random_models import is_random, write_shape
 from runtime.bench.random_tokenizer import write_tokenizer
+from runtime.bench.replay import ReplayedDrafter, parse_rates, random_network
 from runtime.bench.shapes import SHAPES
 from runtime.bench.speculate import GrammarDrafter, Item, Job, Way, run_once
+from runtime.checkpoints.heads.open import kind_of
+from runtime.checkpoints.open import locate
 from runtime.engine.requests import MAX_DRAFT_LENGTH
 from runtime.errors import UserError
 from runtime.files import read_json
@@ -29,7 +32,8 @@ from runtime.model.load import Model, load
 from runtime.sampling.params import Sampling
 from runtime.speculative.costs import Prober, StepCosts
 from runtime.speculative.draft import Drafter, NoDrafter, parts
-from runtime.speculative.drafters.by_name import AUTO, candidates, make
+from runtime.speculative.drafters.block import BlockDrafter
+from runtime.speculative.drafters.by_name import AUTO, HEADS, candidates, make
 from runtime.speculative.drafters.model import ModelDrafter
 from runtime.speculative.drafters.nested import upper_half
 from runtime.speculative.verify import Rule
@@ -66,18 +70,26 @@ def opened_job(options: JobOptions) -> Iterator[tuple[Job, Model]]:
         model = opened(shape or str(options.target), "target", shape is not None, planes="nested" in parts(name))
         source = draft if draft is not None or model.draft_path is None else str(model.draft_path)
         if not name:
-            name = "model" if source is not None else "lookup" if model.medusa_path is None else "medusa"
+            published = None if draft is None or draft in SHAPES else kind_of(locate(draft))
+            own = {"block": model.block_path, "model": source, "medusa": model.medusa_path}
+            name = published or next((kind for kind, there in own.items() if there is not None), "lookup")
         elif name == AUTO:
             name = candidates(model, draft)
         kinds = parts(name)
         draft_model = None
-        if kinds == ["oracle", "nested"]:
+        replayed = kinds == ["oracle", "block"]
+        if options.rates is not None and not replayed:
+            raise UserError("--rates is for the drafter oracle+block; leave it out, or name that drafter")
+        if replayed:
+            kinds = ["oracle"]
+        elif kinds == ["oracle", "nested"]:
             kinds, draft_model = ["oracle"], replace(model, decoder=upper_half(model))
         elif {"model", "tree", "oracle"} & set(kinds):
             if source is None:
                 raise UserError(f"--drafter {name} needs a draft; give --draft DIR or a shape's name")
             draft_model = opened(source, "draft", source in SHAPES)
-        heads = Path(draft) if draft is not None and "medusa" in kinds and draft_model is None else None
+        trained = not replayed and draft_model is None and not set(HEADS).isdisjoint(kinds)
+        heads = Path(draft) if draft is not None and trained else None
         if draft is not None and heads is None and (draft_model is None or draft_model.decoder is model.decoder):
             raise UserError(f"--draft names a model, but --drafter is {name}; leave out one of the two")
         items = _items(model, options)
@@ -101,6 +113,10 @@ def opened_job(options: JobOptions) -> Iterator[tuple[Job, Model]]:
             raise UserError("--drafter oracle goes alone: it knows every token")
         elif not sampling.greedy:
             raise UserError("--drafter oracle knows the greedy text only; leave out --temperature")
+        elif replayed:
+            rates = (options.alpha,) if options.rates is None else parse_rates(options.rates)
+            block = BlockDrafter(random_network(model, seed=options.seed))
+            drafter = ReplayedDrafter(block, plain_texts(plain), rates, model.decoder.vocab_size, seed=options.seed)
         else:
             assert draft_model is not None
             drafter = oracle_for(plain, draft_model, options.alpha, options.seed)
@@ -115,10 +131,14 @@ def random_items(vocab_size: int, count: int, seed: int) -> tuple[Item, ...]:
 
 def oracle_for(job: Job, draft: Model, alpha: float, seed: int = 0) -> OracleDrafter:
     """An oracle that knows what plain greedy decoding makes of the job's prompts."""
+    return OracleDrafter(draft, plain_texts(job), alpha, seed, job.decoder.vocab_size)
+
+
+def plain_texts(job: Job) -> dict[tuple[int, ...], list[int]]:
+    """What plain greedy decoding makes of each of the job's prompts."""
     say("plain texts for the oracle")
     plain = run_once(job, Way(NoDrafter(), 0, job.decoder.new_cache()))
-    known = {tuple(item.tokens): text for item, text in zip(job.items, plain.tokens, strict=True)}
-    return OracleDrafter(draft, known, alpha, seed, job.decoder.vocab_size)
+    return {tuple(item.tokens): text for item, text in zip(job.items, plain.tokens, strict=True)}
 
 
 def _items(model: Model, options: JobOptions) -> tuple[Item, ...]:

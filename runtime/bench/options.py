@@ -102,15 +102,24 @@ class JobOptions:
     drafter: Annotated[
         str | None,
         typer.Option(
-            help="none, model, tree, lookup, suffix, nested, medusa, two of them with a plus between, grammar (with"
-            " --schema) or oracle (oracle+nested: at the nested drafter's cost).",
-            show_default="model where there is a draft, else lookup",
+            help="none, model, tree, lookup, suffix, nested, medusa, block, eagle3, peagle, dflash, dspark, mtp, two of"
+            " them with a plus, grammar (with --schema) or oracle (oracle+nested, oracle+block: at those drafters' cost).",
+            show_default="block where the run has one, model where there is a draft, else lookup",
         ),
     ] = None
     draft: Annotated[
-        str | None, typer.Option(help="The draft's directory, a shape's name, or Medusa heads' directory.")
+        str | None,
+        typer.Option(help="A shape's name, or the directory of a draft model, Medusa heads, a block or another head."),
     ] = None
     alpha: Alpha = 0.8
+    rates: Annotated[
+        str | None,
+        typer.Option(
+            help="oracle+block: acceptance at each position where all before it were accepted, from the first; the"
+            " last one goes on, as in 0.9,0.8.",
+            show_default="--alpha at all",
+        ),
+    ] = None
     corpus: Annotated[Path | None, typer.Option(help="A text for the drafter suffix.")] = None
     tree: Annotated[
         str | None,

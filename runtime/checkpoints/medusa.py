@@ -6,17 +6,14 @@ medusa.safetensors   heads.K.layers.L.weight (hidden, hidden) and heads.K.layers
                      or heads.K.projection.weight (vocabulary, hidden) in its place
 """
 
-import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from runtime.checkpoints.open import open_checkpoint
-from runtime.checkpoints.safetensors import Shards, inside
+from runtime.checkpoints.drafter_files import AGAIN, read_fields, read_tensors
 from runtime.errors import UserError
-from runtime.files import read_json
 
 VERSION = 1
 DESCRIPTION, WEIGHTS = "medusa.json", "medusa.safetensors"
@@ -35,7 +32,7 @@ class Description:
                  than an output projection of each head's own.
     choices      the tree, as paths of ranks: (0, 1) is the second choice of head 1 after the first choice of head 0.
                  The first n of them are the tree of n nodes.
-    target       SHA-256 of the weights that the heads were trained on (`weights_digest`).
+    target       SHA-256 of the weights that the heads were trained on (drafter_files.weights_digest).
 
     Raises ValueError for numbers below 1, and where the choices are no tree of these heads: a parent or a sibling of
     lower rank is missing, or comes later.
@@ -84,57 +81,18 @@ class Description:
 
 def read_description(folder: Path) -> Description:
     """medusa.json of a directory. Raises UserError naming the file, and the key that is wrong."""
-    data = read_json(inside(folder, DESCRIPTION, DESCRIPTION))
-    shown = f"{folder.name}/{DESCRIPTION}"
-    version = data.pop("version", None)
-    if version != VERSION:
-        raise UserError(
-            f"{shown}: version must be {VERSION}, found {version!r}; train the heads again with this Specpress"
-        )
-    again = "train the heads again, or copy the file again"
-    kinds = {field.name: field.type for field in fields(Description)}
-    for key in sorted(kinds.keys() ^ data.keys()):
-        raise UserError(f"{shown}: the key {key} is {'missing' if key in kinds else 'unknown'}; {again}")
-    for key, kind in kinds.items():
-        if kind in (int, bool, str) and type(data[key]) is not kind:
-            raise UserError(f"{shown}: {key} must be of type {kind.__name__}, found {data[key]!r}; copy the file again")
-    choices = data["choices"]
+    data = read_fields(folder, DESCRIPTION, Description, VERSION)
+    shown, choices = f"{folder.name}/{DESCRIPTION}", data["choices"]
     if not isinstance(choices, list) or not all(isinstance(path, list) for path in choices):
-        raise UserError(f"{shown}: choices must be a list of lists of ranks; {again}")
+        raise UserError(f"{shown}: choices must be a list of lists of ranks; {AGAIN}")
     if any(type(rank) is not int for path in choices for rank in path):
-        raise UserError(f"{shown}: choices must hold whole numbers; {again}")
+        raise UserError(f"{shown}: choices must hold whole numbers; {AGAIN}")
     try:
         return Description(**data | {"choices": tuple(tuple(path) for path in choices)})
     except (TypeError, ValueError) as error:
-        raise UserError(f"{shown}: {error}; {again}") from error
+        raise UserError(f"{shown}: {error}; {AGAIN}") from error
 
 
 def read_weights(folder: Path, description: Description) -> dict[str, Tensor]:
     """The tensors of medusa.safetensors, as stored. Raises UserError naming one that is missing or misshapen."""
-    shards = Shards(folder, WEIGHTS)
-    for name, shape in description.shapes().items():
-        found = shards.entry(name).shape if name in shards else "none"
-        if found != shape:
-            raise UserError(
-                f"{folder.name}/{WEIGHTS}: {DESCRIPTION} implies the tensor {name} of shape {shape}, found {found}; the"
-                " two files do not belong together"
-            )
-    return {name: shards[name] for name in description.shapes()}
-
-
-def require_target(description: Description, folder: Path, model: Path) -> None:
-    """Raises UserError unless the heads belong to the weights in the model's directory."""
-    if description.target != weights_digest(model):
-        raise UserError(
-            f"{folder.name}/{DESCRIPTION}: these heads were trained on other weights than those of {model.name}; train "
-            "heads for this model, or name the model that they belong to"
-        )
-
-
-def weights_digest(model: Path) -> str:
-    """SHA-256 of the names and contents of a model directory's weight files."""
-    digest = hashlib.sha256()
-    for file in sorted(open_checkpoint(model).shards.files):
-        with file.open("rb") as opened:
-            digest.update(f"{file.name} {hashlib.file_digest(opened, 'sha256').hexdigest()}\n".encode())
-    return digest.hexdigest()
+    return read_tensors(folder, WEIGHTS, description.shapes(), DESCRIPTION)

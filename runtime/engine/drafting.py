@@ -6,8 +6,11 @@ costs no draft, and the drafter learns nothing from it.
 
 from collections.abc import Callable, Mapping, Sequence
 
+from torch import Tensor
+
 from runtime.engine.deferred import DeferredRound, begin_deferred
 from runtime.engine.round import NO_DRAFT, Proposer, RequestState, ScheduledRequest, refused
+from runtime.engine.taken import Readers
 from runtime.errors import UserError
 from runtime.model.on_device import DeviceRounds
 from runtime.sampling.constraint import Constraint
@@ -51,6 +54,7 @@ class Drafters:
             else:
                 controller = draft_length[name]
             self._by_name[name] = _proposer(name, drafter, controller, most)
+        self.readers = Readers(self._by_name.values())
         self._default = next(iter(self._by_name.values()))
         self._by_name.setdefault(NONE, self._nothing)
         self._by_name.setdefault(GRAMMAR, Proposer(GRAMMAR, NoDrafter(), None, 0))
@@ -161,6 +165,20 @@ class Drafters:
                 asked.drafter.observe(found)
             except Exception as error:
                 self.failed([part.state for part in batch if part.state.asked is asked], error)
+
+    def read(
+        self,
+        batch: Sequence[ScheduledRequest],
+        drafts: Sequence[Draft],
+        outcomes: Sequence[Outcome | None],
+        taken: Tensor,
+    ) -> None:
+        """Hands each drafter that reads the target's hidden states (T, taps · hidden) those of its requests."""
+        for proposer, parts in self.readers.parts(batch, drafts, outcomes, taken).items():
+            try:
+                self.readers.by_proposer[proposer].read(parts)
+            except Exception as error:
+                self.failed([part.state for part in batch if part.state.asked is proposer], error)
 
     def close(self, state: RequestState) -> None:
         """The request has ended, or gives its place back: its drafter forgets it."""

@@ -26,6 +26,7 @@ from runtime.engine.logprobs import missing_prompt_rows, note_gained, note_promp
 from runtime.engine.metrics import Clock, Counts, Metrics
 from runtime.engine.round import NO_DRAFT, RequestState, ScheduledRequest, account, append_accepted, note_round, verify
 from runtime.engine.schedule import Budgets, no_budgets, plan_round
+from runtime.engine.taken import with_taps
 from runtime.errors import UserError
 from runtime.model.on_device import DeviceRounds
 from runtime.sampling.distribution import Logits, host
@@ -60,9 +61,10 @@ class Engine:
         max_batch: int = 256,
         lenient: bool = False,
     ) -> None:
-        self._decoder, self._rule, self._cache = decoder, rule, cache
+        self._rule, self._cache = rule, cache
         # Whoever drafts: nothing is asked for where it could not be taken back.
         self._drafters = Drafters(drafter, 0 if no_drafts(decoder) else draft_length, lenient)
+        decoder = self._decoder = with_taps(decoder, self._drafters.readers.taps)
         # Looked up once: to compare a decoder with a protocol takes as long as a twentieth of a small model's forward.
         self._on_device = decoder if isinstance(decoder, DeviceRounds) else None
         self._max_batch = max_batch
@@ -142,6 +144,8 @@ class Engine:
         if deferred is not None:
             drafted = started + deferred.seconds
         times = [started, drafted, self.clock.now()]
+        if out.taken is not None:
+            self._drafters.read(batch, drafts, outcomes, out.taken)
         self._drafters.observe(batch, outcomes)
         times.append(self.clock.now())
         account(batch, drafts, outcomes, times)

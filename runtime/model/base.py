@@ -1,6 +1,7 @@
 """What all decoders on Specpress' own kernels have: weights as layers, caches, and states that are computed again."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -33,7 +34,9 @@ class BaseDecoder(ABC):
         self.architecture, self.parts, self.kernel, self.kv = architecture, parts, kernel, kv
         self.vocab_size, self.hidden_size = architecture.vocab, architecture.hidden
         self.max_positions, self.exact, self.device = architecture.max_positions, kernel.exact, parts.norm.weight.device
-        self.kernels = kernel.name
+        self.kernels, self.layers = kernel.name, len(parts.blocks)
+        self.taps: tuple[int, ...] = ()
+        self._tapped: dict[tuple[int, ...], Self] = {}
         self._config, self._rotary = config, RotaryTables(config, architecture, self.device)
 
     @property
@@ -52,6 +55,19 @@ class BaseDecoder(ABC):
         Raises UserError where it was not loaded with planes.
         """
         return type(self)(self.architecture, self._config, upper_parts(self.parts), self.kernel, self.kv)
+
+    def tapped(self, taps: Sequence[int]) -> Self:
+        """See contract.TakesStates; the same object for the same taps, as engines come and go."""
+        wanted = tuple(taps)
+        if wanted == self.taps:
+            return self
+        if len(set(wanted)) < len(wanted) or not all(0 <= tap <= self.layers for tap in wanted):
+            raise ValueError(f"taps must be different numbers of 0..{self.layers}, found {list(wanted)}")
+        if wanted not in self._tapped:
+            view = type(self)(self.architecture, self._config, self.parts, self.kernel, self.kv)
+            view.taps = wanted
+            self._tapped[wanted] = view
+        return self._tapped[wanted]
 
     def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> KeyValueCache:
         """An empty cache that holds keys and values as `kind` says, by the artifact's key factors (`kv`).

@@ -64,6 +64,12 @@ class Model:
         return heads if self.path.name == "model" and (heads / "medusa.json").is_file() else None
 
     @property
+    def block_path(self) -> Path | None:
+        """The run's block drafter, where the directory is the `model/` of a run folder that has one."""
+        block = self.path.parent / "block"
+        return block if self.path.name == "model" and (block / "block.json").is_file() else None
+
+    @property
     def end_tokens(self) -> frozenset[int]:
         """Ids that end a text, from generation_config.json, else config.json. Raises UserError for what are no ids."""
         found, name = None, "generation_config.json"

@@ -19,7 +19,7 @@ from runtime.model.layers import Parts
 from runtime.model.native_batch import Batches, int64
 from runtime.model.native_model import TABLES, NativeModel, address
 from runtime.native.binding import CACHES, require
-from runtime.native.structs import AnglesStruct
+from runtime.native.structs import AnglesStruct, TakenStruct
 
 # Dimensions of a head (attention.cpp) and experts of a layer (rows.cpp) that the kernels have room for.
 MOST = 1024
@@ -65,7 +65,8 @@ class NativeDecoder(BaseDecoder):
         """See contract.Decoder. Raises TypeError and ValueError as slots.checked_cache and slots.reserve."""
         held, count = checked_cache(tokens, rows, cache, logits_at, self.architecture), len(rows)
         if count == 0:
-            return Out(torch.empty((0, self.vocab_size)), torch.empty((0, self.hidden_size)))
+            nothing = torch.empty((0, len(self.taps) * self.hidden_size)) if self.taps else None
+            return Out(torch.empty((0, self.vocab_size)), torch.empty((0, self.hidden_size)), nothing)
         self._recall_states(rows, held)
         reserved = reserve(rows, held)
         extend_states(reserved, tokens, held, logits_at)
@@ -75,12 +76,15 @@ class NativeDecoder(BaseDecoder):
         asked = count if logits_at is None else at.numel()
         # Uninitialised: the kernels write every element.
         logits, hidden = torch.empty((asked, self.vocab_size)), torch.empty((asked, self.hidden_size))
-        handle = self._runner(held).handle
+        handle, taken, into = self._runner(held).handle, None, None
+        if self.taps:
+            taken, taps = torch.empty((count, len(self.taps) * self.hidden_size)), integers(self.taps)
+            into = byref(TakenStruct(len(self.taps), taps.data_ptr(), taken.data_ptr()))
         require().specpress_forward(
-            handle, byref(batch), byref(angles), at.data_ptr(), asked, hidden.data_ptr(), logits.data_ptr()
+            handle, byref(batch), byref(angles), at.data_ptr(), asked, hidden.data_ptr(), logits.data_ptr(), into
         )
         del kept
-        return Out(logits, hidden)
+        return Out(logits, hidden, taken)
 
     def continue_greedy(self, tokens: Tensor, rows: Rows, cache: Cache, steps: Sequence[int], limit: int) -> Tensor:
         """See contract.GreedyChains. The tokens are those that `forward` would lead to, step by step: the same bits."""
@@ -109,7 +113,7 @@ class NativeDecoder(BaseDecoder):
         batch, kept = self._batches.of([chain], tokens, positions, cache)
         angles = self._angles(chain.start + chain.count - 1)
         handle = self._runner(cache).handle
-        require().specpress_forward(handle, byref(batch), byref(angles), None, 0, None, None)
+        require().specpress_forward(handle, byref(batch), byref(angles), None, 0, None, None, None)
         del kept
 
     def _angles(self, position: int) -> AnglesStruct:

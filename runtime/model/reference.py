@@ -46,25 +46,37 @@ class LlamaDecoder(BaseDecoder):
         held = checked_cache(tokens, rows, cache, logits_at, self.architecture)
         if len(tokens) == 0:
             empty = self.parts.norm.weight.new_empty
-            return Out(empty((0, self.vocab_size)), empty((0, self.hidden_size)))
+            taken = empty((0, len(self.taps) * self.hidden_size)) if self.taps else None
+            return Out(empty((0, self.vocab_size)), empty((0, self.hidden_size)), taken)
         self._recall_states(rows, held)
         layout = plan(rows, held)
         extend_states(layout.requests, tokens, held, logits_at)
-        x = self._through_blocks(tokens, rows.position, layout, held)
+        streams = [] if self.taps else None
+        x = self._through_blocks(tokens, rows.position, layout, held, streams)
         if logits_at is not None:
             x = x[logits_at.to(self.device)]
         hidden = self.normed(x, self.parts.norm)
-        return Out(self._logits(hidden), hidden)
+        taken = None if streams is None else torch.cat([streams[tap] for tap in self.taps], dim=1)
+        return Out(self._logits(hidden), hidden, taken)
 
     @torch.inference_mode()
     def _run_again(self, tokens: Tensor, chain: Reserved, cache: KeyValueCache) -> None:
         rows = Rows.chains([(chain.request, chain.start, chain.count)])
         self._through_blocks(tokens, rows.position, lay_out(rows, [chain]), cache)
 
-    def _through_blocks(self, tokens: Tensor, positions: Tensor, layout: Layout, cache: KeyValueCache) -> Tensor:
-        """The residual stream (T, hidden) behind the last block."""
+    def _through_blocks(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        layout: Layout,
+        cache: KeyValueCache,
+        streams: list[Tensor] | None = None,
+    ) -> Tensor:
+        """The residual stream (T, hidden) behind the last block; `streams` gets it before and behind each one."""
         a, turns, x = self.architecture, self.turns(positions), self.embed(tokens, positions)
         own = self.layer_inputs(tokens, x)
+        if streams is not None:
+            streams.append(x)
         for number, (places, block) in enumerate(zip(a.places, self.parts.blocks, strict=True)):
             normed, mixed, spaced = self.normed(x, block.input_norm), None, None
             if block.mamba is not None:
@@ -73,6 +85,8 @@ class LlamaDecoder(BaseDecoder):
             if block.attention is not None:
                 mixed = self._mixed(normed, block.attention, places, layout, cache, turns)
             x = self.behind(x, mixed, block, None if own is None else own[:, number], spaced)
+            if streams is not None:
+                streams.append(x)
         return x
 
     def behind(

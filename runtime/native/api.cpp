@@ -3,6 +3,7 @@
 #include <cstring>
 #include <memory>
 
+#include "block_draft.h"
 #include "decoder.h"
 #include "noise.h"
 #include "pack.h"
@@ -128,7 +129,8 @@ SPECPRESS_API void specpress_sizes(int64_t* sizes) {
     sizes[0] = sizeof(Weights), sizes[1] = sizeof(Layer), sizes[2] = sizeof(Model), sizes[3] = sizeof(Mixture);
     sizes[4] = sizeof(Latent), sizes[5] = sizeof(Batch), sizes[6] = sizeof(Store), sizes[7] = sizeof(Heads), sizes[8] = sizeof(Angles);
     sizes[9] = sizeof(Convolution), sizes[10] = sizeof(Delta), sizes[11] = sizeof(Mamba), sizes[12] = sizeof(MlpBeside);
-    sizes[13] = sizeof(LayerInputs), sizes[14] = sizeof(LayerGate), sizes[15] = KINDS;
+    sizes[13] = sizeof(LayerInputs), sizes[14] = sizeof(LayerGate), sizes[15] = sizeof(Taken), sizes[16] = sizeof(BlockNetwork), sizes[17] = sizeof(BlockLayer);
+    sizes[18] = sizeof(BlockText), sizes[19] = KINDS;
 }
 
 SPECPRESS_API Pool* specpress_pool_new(int64_t threads) { return new Pool(static_cast<int>(threads)); }
@@ -153,13 +155,23 @@ SPECPRESS_API Decoder* specpress_decoder_new(const Model* model, int64_t path, P
 }
 SPECPRESS_API void specpress_decoder_free(Decoder* decoder) { delete decoder; }
 SPECPRESS_API void specpress_forward(Decoder* decoder, const Batch* batch, const Angles* angles, const int64_t* at, int64_t count,
-                                     float* hidden, float* logits) {
-    decoder->forward(*batch, *angles, at, count, hidden, logits);
+                                     float* hidden, float* logits, const Taken* taken) {
+    decoder->forward(*batch, *angles, at, count, hidden, logits, taken);
 }
 // 1, or 0 where logits are not finite.
 SPECPRESS_API int64_t specpress_draft(Decoder* decoder, const Batch* first, const Angles* angles, int64_t requests,
                                       const int64_t* steps, int64_t limit, int64_t* tokens, int64_t stride) {
     return decoder->draft(*first, *angles, requests, steps, limit, tokens, stride);
+}
+SPECPRESS_API BlockDraft* specpress_block_new(const BlockNetwork* network, const Model* workspace, int64_t path, Pool* pool) {
+    return new BlockDraft(*network, *workspace, *path_of(path), *pool);
+}
+SPECPRESS_API void specpress_block_free(BlockDraft* drafter) { delete drafter; }
+// 1, or 0 where logits are not finite.
+SPECPRESS_API int64_t specpress_block_draft(BlockDraft* drafter, const float* cos, const float* sin, BlockText* texts, int64_t requests,
+                                            int64_t length, int64_t branch, int64_t considered, double worth, const BlockPlaces* places,
+                                            const BlockTrees* trees) {
+    return drafter->draft(cos, sin, texts, requests, length, {branch, considered, worth}, *places, *trees);
 }
 SPECPRESS_API int64_t specpress_experts_read(const Decoder* decoder) { return decoder->experts_read(); }
 SPECPRESS_API void specpress_project(Decoder* decoder, const Projection* p, const float* x, int64_t rows, float* y) {

@@ -14,6 +14,9 @@ from runtime.native.arena import Arena
 from runtime.native.structs import (
     AnglesStruct,
     BatchStruct,
+    BlockLayerStruct,
+    BlockNetworkStruct,
+    BlockTextStruct,
     ConvolutionStruct,
     DeltaStruct,
     HeadsStruct,
@@ -26,6 +29,7 @@ from runtime.native.structs import (
     MlpBesideStruct,
     ModelStruct,
     StoreStruct,
+    TakenStruct,
     WeightsStruct,
 )
 
@@ -62,6 +66,10 @@ _SIZES = (
     MlpBesideStruct,
     LayerInputsStruct,
     LayerGateStruct,
+    TakenStruct,
+    BlockNetworkStruct,
+    BlockLayerStruct,
+    BlockTextStruct,
 )
 _I, _P = c_int64, c_void_p
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
@@ -75,8 +83,11 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "encode_tiles": (None, [_I, _P, _P]),
     "decoder_new": (_P, [_P, _I, _P]),
     "decoder_free": (None, [_P]),
-    "forward": (None, [_P, _P, _P, _P, _I, _P, _P]),
+    "forward": (None, [_P, _P, _P, _P, _I, _P, _P, _P]),
     "draft": (_I, [_P, _P, _P, _I, _P, _I, _P, _I]),
+    "block_new": (_P, [_P, _P, _I, _P]),
+    "block_free": (None, [_P]),
+    "block_draft": (_I, [_P, _P, _P, _P, _I, _I, _I, _I, c_double, _P, _P]),
     "experts_read": (_I, [_P]),
     "project": (None, [_P, _P, _P, _I, _P]),
     "norm": (None, [_I, _P, _P, _I, _I, c_float, c_float, _P]),

@@ -209,14 +209,24 @@ void Decoder::add_mixed(const Layer& layer, int64_t rows) {
     branch(layer.out, layer.attention_norm, model_.attention_added, rows);
 }
 
-void Decoder::forward(const Batch& batch, const Angles& angles, const int64_t* at, int64_t count, float* hidden_out, float* logits) {
+void Decoder::forward(const Batch& batch, const Angles& angles, const int64_t* at, int64_t count, float* hidden_out, float* logits,
+                      const Taken* taken) {
     std::lock_guard<std::mutex> lock(one_);
-    run(batch, angles);
+    run(batch, angles, taken);
     read_out(at, count, hidden_out, logits);
 }
 
+// Copies the rows of x_ behind so many layers, where they are asked for.
+void Decoder::take(const Taken* taken, int64_t behind, int64_t rows) {
+    const int64_t hidden = model_.hidden;
+    for (int64_t tap = 0; taken && tap < taken->count; tap++)
+        if (taken->taps[tap] == behind)
+            for (int64_t row = 0; row < rows; row++)
+                std::memcpy(taken->out + (row * taken->count + tap) * hidden, x_.data() + row * hidden, static_cast<size_t>(hidden) * 4);
+}
+
 // All layers: stores keys and values, and leaves the rows in x_.
-void Decoder::run(const Batch& batch, const Angles& angles) {
+void Decoder::run(const Batch& batch, const Angles& angles, const Taken* taken) {
     const int64_t rows = batch.rows, hidden = model_.hidden;
     int64_t state = 0;  // floats of a state in the layers so far
     grow(x_, rows * hidden);
@@ -239,6 +249,7 @@ void Decoder::run(const Batch& batch, const Angles& angles) {
     if (has_branch) grow(branch_, rows * hidden);
     embed(batch);
     if (model_.inputs) make_inputs(batch);
+    take(taken, 0, rows);
     for (int64_t i = 0; i < model_.layers; i++) {
         const Layer& layer = model_.layer[i];
         const bool attends = layer.out && !layer.convolution && !layer.delta;
@@ -272,6 +283,7 @@ void Decoder::run(const Batch& batch, const Angles& angles) {
             rows_of(rows, hidden, [&](int, int64_t row) {
                 for (float* x = x_.data() + row * hidden; x < x_.data() + (row + 1) * hidden; x++) *x = *x * layer.scale;
             });
+        take(taken, i + 1, rows);
     }
 }
 

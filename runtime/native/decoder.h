@@ -143,6 +143,13 @@ struct Model {
     const LayerInputs* inputs;  // or null
 };
 
+// What a forward gives besides, of every row: the residual stream behind so many layers (0: the embedding), side by side.
+struct Taken {
+    int64_t count;
+    const int64_t* taps;  // [count]
+    float* out;           // [rows][count][hidden]
+};
+
 // What depends on positions alone, by position.
 struct Angles {
     const float* const* cos;  // [tables][positions][rotated / 2]
@@ -197,8 +204,9 @@ class Decoder {
    public:
     Decoder(const Model& model, const Path& path, Pool& pool);
 
-    // Runs the rows, stores their keys and values, and gives norms and logits of rows at[0..count).
-    void forward(const Batch& batch, const Angles& angles, const int64_t* at, int64_t count, float* hidden, float* logits);
+    // Runs the rows, stores their keys and values, and gives norms and logits of rows at[0..count). taken: or null.
+    void forward(const Batch& batch, const Angles& angles, const int64_t* at, int64_t count, float* hidden, float* logits,
+                 const Taken* taken);
 
     // Greedy continuation (draft.cpp). `first` holds, per request in order, a chain of rows; then each request goes on by
     // itself: the first of the largest logits 0..limit becomes its next row, until tokens[request][0..steps[request]) are
@@ -263,7 +271,8 @@ class Decoder {
     void prepare(const Group* groups, int64_t count, F&& row_of);
     void multiply(const Projection& p, int64_t rows, float* y, int64_t stride, bool add);
     void multiply(const Group* groups, int64_t count, bool add);
-    void run(const Batch& batch, const Angles& angles);
+    void run(const Batch& batch, const Angles& angles, const Taken* taken = nullptr);
+    void take(const Taken* taken, int64_t behind, int64_t rows);
     void read_out(const int64_t* at, int64_t count, float* hidden, float* logits);
     void embed(const Batch& batch);
     void make_inputs(const Batch& batch);

@@ -166,6 +166,21 @@ struct MambaStep {
     float *to, *out;
 };
 
+// A row and head of the drafter `block`: keys and values of the text, and then of the block's own rows.
+struct BlockLook {
+    const float *query, *keys, *values, *own_keys, *own_values;
+    int64_t text, count, stride, own_stride, dim;
+    float scale;
+    float *weights, *out;  // [count, in whole vectors], [dim]
+};
+
+// What it remembers behind a token: of_token, of_row and constant [2 * rank], of_memory [2 * rank][rank].
+struct BlockStep {
+    const float *of_token, *of_row, *constant, *of_memory, *before;
+    int64_t rank;
+    float *gates, *after;  // [2 * rank], [rank]
+};
+
 struct Path {
     // y[row][n] (+)= product of inputs and the blocks first..last of w; y has `stride` floats a row.
     void (*linear[KINDS])(const Weights& w, const Inputs& x, int64_t first, int64_t last, float* y, int64_t stride, bool add);
@@ -203,6 +218,11 @@ struct Path {
     int64_t (*largest)(const float* x, int64_t size, int64_t limit);
     // The sequences of tiles begin..end of a column of a trellis (trellis_encode.cpp).
     void (*encode)(const TrellisTask& task, int64_t begin, int64_t end);
+    // Of the drafter `block` (block_math.cpp): an inner product, the largest of each 64 numbers, attention, its memory.
+    float (*dot)(const float* a, const float* b, int64_t size);
+    void (*maxima)(const float* x, int64_t size, float* out);
+    void (*look)(const BlockLook& l);
+    void (*block_step)(const BlockStep& s);
     bool unsigned_dot;
 };
 

@@ -40,12 +40,16 @@ int64_t attention_part(const Heads&);
 int64_t tile_rows();
 int64_t largest(const float*, int64_t, int64_t);
 void encode(const TrellisTask&, int64_t, int64_t);
+float dot(const float*, const float*, int64_t);
+void maxima(const float*, int64_t, float*);
+void look(const BlockLook&);
+void block_step(const BlockStep&);
 
 extern const Path path;
 const Path path = {
     {linear_f32, linear_bf16, linear_int8, linear_int4, linear_nf4, linear_ternary, linear_nested, linear_upper, linear_trellis},
     quantize, widen, norm, layer_norm, gated, capped, sigmoid, decay, delta_step, mamba_steps, mamba_step, rotate, remember, attend, attend_split, choose,
-    attention_scratch, attention_part, tile_rows, largest, encode, UNSIGNED_DOT,
+    attention_scratch, attention_part, tile_rows, largest, encode, dot, maxima, look, block_step, UNSIGNED_DOT,
 };
 
 }  // namespace SPECPRESS_PATH

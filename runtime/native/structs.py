@@ -187,6 +187,59 @@ class AnglesStruct(Structure):
     _fields_ = [*_all(POINTER(c_void_p), "cos", "sin"), ("growth", c_void_p)]
 
 
+class TakenStruct(Structure):
+    """decoder.h, Taken."""
+
+    _fields_ = [("count", c_int64), *_all(c_void_p, "taps", "out")]
+
+
+class BlockNetworkStruct(Structure):
+    """block_draft.h, BlockNetwork."""
+
+    _fields_ = [
+        *_all(c_int64, "taps", "hidden", "length", "layers", "heads", "kv_heads", "dim", "intermediate", "window"),
+        *_all(c_int64, "rank", "vocabulary"),
+        ("eps", c_float),
+        *_all(c_void_p, "tap_norms", "fuse_norm", "places", "norm"),
+        *_all(POINTER(WeightsStruct), "fuse", "common", "of_row", "head"),
+        *_all(c_void_p, "layer", "of_token", "of_memory", "gates", "adds", "sure"),
+    ]
+
+
+class BlockLayerStruct(Structure):
+    """block_draft.h, BlockLayer."""
+
+    _fields_ = [
+        *_all(c_void_p, "attention_norm", "mlp_norm"),
+        *_all(POINTER(WeightsStruct), "query", "keys_values", "output", "gate_up", "down"),
+    ]
+
+
+class BlockTextStruct(Structure):
+    """block_draft.h, BlockText."""
+
+    _fields_ = [
+        *_all(c_void_p, "keys_values", "last"),
+        *_all(c_int64, "capacity", "held", "end"),
+        ("unread", c_void_p),
+        ("fresh", c_int64),
+        ("embedded", c_void_p),
+        *_all(c_int64, "token", "budget"),
+    ]
+
+
+class BlockPlacesStruct(Structure):
+    """block_draft.h, BlockPlaces."""
+
+    _fields_ = _all(c_void_p, "rows", "of_row", "base")
+
+
+class BlockTreesStruct(Structure):
+    """block_draft.h, BlockTrees."""
+
+    _fields_ = [*_all(c_void_p, "tokens", "parents", "counts"), ("stride", c_int64)]
+
+
 class StoreStruct(Structure):
     """kernels.h, Store."""
 

@@ -30,15 +30,18 @@ class ServeOptions:
         ),
     ]
     draft: Annotated[
-        str | None, typer.Option(help="The first target's draft, or Medusa heads'.", show_default="the run's own")
+        str | None,
+        typer.Option(
+            help="The first target's draft, Medusa heads, block or another head.", show_default="the run's own"
+        ),
     ] = None
     drafter: Annotated[
         str | None,
         typer.Option(
             help="Who proposes tokens where a request names nobody; a plus: the second where the first finds nothing;"
             " a comma, or auto: who gains most, by text.",
-            show_default="the fastest by the run's report; without one model where there is a draft, else medusa, else"
-            " lookup",
+            show_default="the fastest by the run's report; without one block where the run has one, model where"
+            " there is a draft, else medusa, else lookup",
         ),
     ] = None
     corpus: Annotated[Path | None, typer.Option(help="For the drafter suffix: a text file.")] = None

@@ -17,7 +17,7 @@ MOST_RUNS = 2000
 MOST_BYTES = 32_000_000  # of a report; ours have a quarter of one
 _DEPTH = 4
 _SCHEMA = 2  # of report.json, which compress.report.schema defines
-_INNER = frozenset(("model", "draft", "medusa", "exports", "serve"))  # of a run folder
+_INNER = frozenset(("model", "draft", "medusa", "block", "exports", "serve"))  # of a run folder
 _REPORTS = {"run": "report.html", "sweep": "sweep.html"}
 
 

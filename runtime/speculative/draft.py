@@ -5,7 +5,7 @@ The drafters themselves are in drafters/, one file each.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
 
@@ -163,6 +163,46 @@ class Drafter(Protocol):
 
     def close(self, request: Request) -> None:
         """The request has ended: forget it."""
+
+
+@dataclass(frozen=True)
+class TakenStates:
+    """The target's hidden states of the tokens at positions start, start + 1, … of a request's text.
+
+    states  (n, taps · hidden) float32 on the target's device, as contract.Out.taken has them; good until its next
+            forward. Only of tokens that are in the text for good: pieces of the prompt, and what was accepted.
+    """
+
+    request: Request
+    start: int
+    states: Tensor
+
+    def of(self, taps: Sequence[int], wanted: Sequence[int]) -> "TakenStates":
+        """The states of some of the taps that these are of, in the order of `wanted`."""
+        if list(taps) == list(wanted):
+            return self
+        streams = self.states.chunk(len(taps), dim=1)
+        return replace(self, states=torch.cat([streams[taps.index(tap)] for tap in wanted], dim=1))
+
+
+@runtime_checkable
+class StateReader(Protocol):
+    """What a drafter may offer besides its contract: it reads the target's hidden states as the text comes about.
+
+    taps  of which places, as contract.TakesStates numbers them; (): it reads nothing.
+    """
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The places."""
+
+    def read(self, taken: Sequence[TakenStates]) -> None:
+        """Called after each forward, before `observe`, for those of its requests that go on.
+
+        The states of a request come in the order of its text, each once, unless there are none: those of a prefix that
+        was taken over from the cache never come, so that there may be none yet when it is drafted for, and a request
+        that gave its place back (`close`) begins anew.
+        """
 
 
 @dataclass(frozen=True)

@@ -187,7 +187,7 @@ def _drafting(run: Path) -> dict[str, Any]:
         return {"fastest": fastest, "length": length, "why": why, "pays": fastest != "none"}
     if not advice["draft_length"]:
         return {"fastest": fastest, "length": length, "why": advice["why"], "pays": False}
-    if fastest is not None and not {"medusa", "tree", "nested"}.isdisjoint(parts(fastest)):
+    if fastest is not None and not {"medusa", "block", "tree", "nested"}.isdisjoint(parts(fastest)):
         # γ of a tree counts its nodes, and other engines have no drafter of these kinds.
         length = FIXED_DRAFT_LENGTH
         why = f"{advice['why']} Drafters of other kinds start with {length} tokens."

@@ -84,7 +84,8 @@ class TritonDecoder(BaseDecoder):
         held = self._checked(tokens, rows, cache, logits_at)
         if len(rows) == 0:
             empty = torch.empty((0, self.vocab_size), device=self.device)
-            return Out(empty, empty.new_empty((0, self.hidden_size)))
+            taken = empty.new_empty((0, len(self.taps) * self.hidden_size)) if self.taps else None
+            return Out(empty, empty.new_empty((0, self.hidden_size)), taken)
         self._recall_states(rows, held)
         reserved, words = reserve(rows, held), tokens.numpy().astype("int32")
         extend_states(reserved, tokens, held, logits_at)
@@ -93,7 +94,7 @@ class TritonDecoder(BaseDecoder):
         if drafted is not None:
             learn_rows(reserved, drafted, places, held)
         self._returned = found.logits, found.largest
-        return Out(found.logits, found.hidden)
+        return Out(found.logits, found.hidden, found.taken if self.taps else None)
 
     @torch.inference_mode()
     def draft(
@@ -130,7 +131,9 @@ class TritonDecoder(BaseDecoder):
         block = self._graphs.block(shape)
         self._staging.send(block)
         inputs = steps_of(shape, block)
-        forward = partial(self._hidden, held, shape.first.blocks)
+
+        def forward(inputs: Inputs, sharing: int, at: Tensor | None) -> Tensor:
+            return self._hidden(held, shape.first.blocks, inputs, sharing, at)[0]
 
         def body() -> Tensor:
             return draft_round(shape, inputs, forward, partial(self._logits_of, captured=True))
@@ -262,9 +265,9 @@ class TritonDecoder(BaseDecoder):
         early = None if at is None or bucket.captured else at.to(self.device, non_blocking=True)
 
         def body() -> Computed:
-            hidden = self._hidden(cache, bucket.blocks, inputs, bucket.sharing, early)
+            hidden, taken = self._hidden(cache, bucket.blocks, inputs, bucket.sharing, early, self.taps)
             logits = self._logits_of(hidden, bucket.captured)
-            return Computed(logits, hidden, next_tokens(logits, [ARGMAX] * len(logits)))
+            return Computed(logits, hidden, next_tokens(logits, [ARGMAX] * len(logits)), taken)
 
         found = (
             body()
@@ -272,13 +275,23 @@ class TritonDecoder(BaseDecoder):
             else self._graphs.run(cache.memory, bucket, body)
         )
         if early is not None:
-            return found
+            return found._replace(taken=found.taken[:count])
+        # A graph's memory is good until the next run.
+        taken = found.taken[:count].clone() if self.taps else found.taken
         if at is None:
-            return Computed(*(part[:count].clone() for part in found))
+            return Computed(*(part[:count].clone() for part in found[:3]), taken)
         rows = at.to(self.device, non_blocking=True)
-        return Computed(*(part[rows] for part in found))
+        return Computed(*(part[rows] for part in found[:3]), taken)
 
-    def _hidden(self, cache: GpuCache, blocks: int, inputs: Inputs, sharing: int, at: Tensor | None) -> Tensor:
+    def _hidden(
+        self,
+        cache: GpuCache,
+        blocks: int,
+        inputs: Inputs,
+        sharing: int,
+        at: Tensor | None,
+        taps: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor]:
         factors = tuple(form.key_factor for form in cache.formats)
         memory = Memory(cache.memories, cache.format.kind, factors, blocks * KEY_BLOCK, sharing)
         # Always the same tensors for so many blocks: graphs hold their addresses.
@@ -288,7 +301,7 @@ class TritonDecoder(BaseDecoder):
             tables, growth = self._rotary.upto(last - 1), self._rotary.growth(last - 1)
             angles = tuple((cos[:last], sin[:last]) for cos, sin in tables)
             self._angles[blocks] = Turns(angles, None if growth is None else growth[:last])
-        return hidden_states(self.parts, self.architecture, inputs, memory, self._angles[blocks], at)
+        return hidden_states(self.parts, self.architecture, inputs, memory, self._angles[blocks], at, taps)
 
     def _logits_of(self, hidden: Tensor, captured: bool) -> Tensor:
         """The head's output; of forwards that are captured in one place, so that graphs do not each keep their own."""

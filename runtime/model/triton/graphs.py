@@ -21,11 +21,13 @@ T = TypeVar("T")
 
 class Computed(NamedTuple):
     """Of T rows or those asked for: logits (n, vocabulary) and hidden (n, hidden) float32, and the argmax (n,) int64 of
-    logits (on_device.NON_FINITE: they are no numbers). Of a graph: good until the next run of any."""
+    logits (on_device.NON_FINITE: they are no numbers); `taken` (T, taps · hidden) of all rows. Of a graph: good until
+    the next run of any."""
 
     logits: Tensor
     hidden: Tensor
     largest: Tensor
+    taken: Tensor
 
 
 @dataclass(frozen=True, eq=False)

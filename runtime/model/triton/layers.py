@@ -49,8 +49,10 @@ def hidden_states(
     memory: Memory,
     turns: Turns,
     at: Tensor | None = None,
-) -> Tensor:
-    """Final hidden states (T, hidden) float32 of a forward's rows, or of the rows `at` (n,) int64 on the device alone.
+    taps: Sequence[int] = (),
+) -> tuple[Tensor, Tensor]:
+    """Final hidden states (T, hidden) float32 of a forward's rows, or of the rows `at` (n,) int64 on the device alone;
+    and of all rows what contract.Out calls taken, (T, 0) without taps.
 
     Writes the rows' keys and values into the memory. turns: the rotary tables (P, r/2), and what queries grow by (P,),
     of all positions that occur.
@@ -116,6 +118,7 @@ def hidden_states(
             mixed = gated(gates, mixed, "sigmoid")
         return _branch(weights.out, mixed, x, block.attention_norm, a, a.attention_scales[1])
 
+    streams = [x]
     for number, block in enumerate(parts.blocks):
         before = x
         x = _behind_states(x, block, a, inputs.walk, a.places[number][1])
@@ -127,9 +130,12 @@ def hidden_states(
             gated_input = _activated(block.own.gate(x), [own[:, number]], block.own.out, a)
             x = _branch(block.own.out, gated_input, x, block.own.norm, a)
         x = x if block.scale == 1.0 else x * block.scale
+        if taps:
+            streams.append(x)
+    taken = torch.cat([streams[tap] for tap in taps], dim=1) if taps else x.new_empty((len(x), 0))
     if at is not None:
         x = x[at]
-    return _norm(x, parts.norm, a)
+    return _norm(x, parts.norm, a), taken
 
 
 def _behind_states(x: Tensor, block: Block, a: Architecture, walk: Walk, place: int) -> Tensor:

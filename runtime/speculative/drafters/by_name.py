@@ -4,21 +4,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime.checkpoints.medusa import DESCRIPTION
+from runtime.checkpoints import block_draft, medusa
+from runtime.checkpoints.heads.open import kind_of
+from runtime.checkpoints.heads.record import HEAD_KINDS, HeadKind
+from runtime.checkpoints.open import locate
 from runtime.contract import no_drafts
 from runtime.errors import UserError
 from runtime.files import regular
 from runtime.model.load import load
 from runtime.sampling.detokenize import encode_plain, require_same_vocabulary
 from runtime.speculative.draft import Drafter, parts
+from runtime.speculative.drafters.block import BlockDrafter
+from runtime.speculative.drafters.block_network import load_network
 from runtime.speculative.drafters.fallback import ChainedDrafter, ChosenDrafter
 from runtime.speculative.drafters.lookup import LookupDrafter
 from runtime.speculative.drafters.medusa import MedusaDrafter, load_heads
 from runtime.speculative.drafters.nested import NestedDrafter
 from runtime.speculative.drafters.other_tokenizer import model_drafter
+from runtime.speculative.drafters.published import PublishedDrafter
 from runtime.speculative.drafters.suffix import SuffixDrafter
 from runtime.speculative.drafters.tree import TreeDrafter
 from runtime.speculative.drafters.tree_growth import Growth, TreeShape
+from runtime.speculative.heads.load import load_head
 from runtime.speculative.recorded import Recorded, recorded
 from runtime.speculative.verify import Rule
 
@@ -26,6 +33,12 @@ if TYPE_CHECKING:
     from runtime.model.load import Model
 
 AUTO = "auto"
+
+
+# Drafters that were trained beside their target: the description in their directory, and the recipe's stage.
+_TRAINED = {"medusa": (medusa.DESCRIPTION, "medusa"), "block": (block_draft.DESCRIPTION, "block-draft")}
+# Drafters whose --draft is the directory of what was trained for the target.
+HEADS: tuple[str, ...] = (*_TRAINED, *HEAD_KINDS)
 
 
 @dataclass(frozen=True)
@@ -45,7 +58,8 @@ def drafter_by_name(
     options: dict[str, Any] | None = None,
     tree: str | None = None,
 ) -> NamedDrafter:
-    """The drafter of this name: none, model, tree, lookup, suffix, nested, medusa, or several.
+    """The drafter of this name: none, model, tree, lookup, suffix, nested, medusa, block, eagle3, peagle, dflash,
+    dspark, mtp, or several.
 
     With a plus between them the second drafts where the first finds nothing; with commas who gains most drafts, chosen
     round by round and for each text (choice.Choice); "auto" chooses among lookup and what the target comes with.
@@ -53,11 +67,11 @@ def drafter_by_name(
     nested needs a target that was loaded with planes=True. A target that cannot verify drafts gets none, and the note
     says why.
 
-    name     None: `draft` where it is given; else who was the fastest when the target's run was measured, "none"
-             included, where its report says so; otherwise model where there is a draft, medusa where there are heads,
-             else lookup.
-    draft    the directory of the draft model, or of medusa's heads; None: the target's own, where its run folder has
-             one.
+    name     None: `draft` where it is given, as a model or as the published head that it is; else who was the fastest
+             when the target's run was measured, "none" included, where its report says so; otherwise block where the
+             run has one, model where there is a draft, medusa where there are heads, else lookup.
+    draft    the directory of the draft model, of what medusa or block were trained to, or of a published head; None:
+             the target's own, where its run folder has one, and of mtp its checkpoint.
     corpus   a text file for suffix.
     verify   the rule that will verify.
     options  of `load`, for the draft model.
@@ -71,9 +85,9 @@ def drafter_by_name(
         chosen = candidates(target, draft)
     kinds = parts(chosen)
     uses_draft = "model" in kinds or "tree" in kinds
-    uses_heads = "medusa" in kinds and not uses_draft
-    own = target.medusa_path if uses_heads else target.draft_path
-    found = draft if draft is not None else own
+    heads = None if uses_draft else next((kind for kind in kinds if kind in HEADS), None)
+    uses_heads = heads is not None
+    found = draft if draft is not None else target.draft_path
     if draft is not None and not (uses_draft or uses_heads):
         raise UserError(f"--draft names a model, but --drafter is {chosen}; leave out one of the two.")
     if corpus is not None and "suffix" not in kinds:
@@ -92,10 +106,13 @@ def drafter_by_name(
     model = load(found, **(options or {})) if uses_draft and found is not None else None
     if model is not None and (why := no_drafts(model.decoder)):
         raise UserError(f"{Path(str(found)).name} cannot draft: {why}; choose another draft.")
-    made = make(target, chosen, model, corpus, verify, Path(found) if uses_heads and found is not None else None, tree)
-    notes = [Path(found).name] if model is not None and found is not None else []
+    made = make(target, chosen, model, corpus, verify, Path(draft) if uses_heads and draft is not None else None, tree)
+    named = model is not None or (draft is not None and heads in HEAD_KINDS)
+    notes = [Path(found).name] if named and found is not None else []
     if kinds == ["nested"]:
         notes.append("the target's upper four bits")
+    if heads == "mtp" and draft is None:
+        notes.append("the target's own layer")
     notes += [said] if said else []
     return NamedDrafter(made, f" ({'; '.join(notes)})" if notes else "")
 
@@ -103,7 +120,7 @@ def drafter_by_name(
 def _default(target: "Model", draft: str | Path | None) -> tuple[str, str]:
     """The drafter where none is named, and what is to be said of it."""
     if draft is not None:
-        return "model", ""
+        return kind_of(locate(draft)) or "model", ""
     found = recorded(target.path)
     lost = ""
     if found is not None:
@@ -111,9 +128,12 @@ def _default(target: "Model", draft: str | Path | None) -> tuple[str, str]:
         lacks = ("a draft" if target.draft_path is None and not {"model", "tree"}.isdisjoint(kinds) else "") or (
             "Medusa heads" if target.medusa_path is None and "medusa" in kinds else ""
         )
+        lacks = lacks or ("a block drafter" if target.block_path is None and "block" in kinds else "")
         if not lacks:
             return found.drafter, _said(found)
         lost = f"{found.drafter}, the fastest when measured, lacks {lacks}"
+    if target.block_path is not None:
+        return "block", lost
     if target.draft_path is not None:
         return "model", lost
     if target.medusa_path is not None:
@@ -129,10 +149,11 @@ def _said(found: Recorded) -> str:
 
 def candidates(target: "Model", draft: str | Path | None) -> str:
     """The name of what "auto" chooses among: what the target comes with, that after lookup, and lookup."""
-    own = [
-        *(["model"] if draft is not None or target.draft_path is not None else []),
-        *(["medusa"] if draft is None and target.medusa_path is not None else []),
-    ]
+    if draft is not None:
+        own = [kind_of(locate(draft)) or "model"]
+    else:
+        there = {"block": target.block_path, "model": target.draft_path, "medusa": target.medusa_path}
+        own = [name for name, path in there.items() if path is not None]
     return ",".join([*own, *(f"lookup+{name}" for name in own), "lookup"]) if own else "lookup,suffix"
 
 
@@ -147,14 +168,18 @@ def make(
 ) -> Drafter:
     """One drafter, or several: see `drafter_by_name`; `draft` is for model and tree.
 
-    heads  the directory of medusa's heads; None: the target's own.
+    heads  the directory of what medusa or block were trained to, or of a published head; None: the target's own.
 
     Raises UserError as `drafter_by_name`.
     """
 
     def one(kind: str) -> Drafter:
+        if (published := next((known for known in HEAD_KINDS if known == kind), None)) is not None:
+            return published_drafter(target, published, heads, verify)
         if kind == "medusa":
-            return MedusaDrafter(load_heads(_heads_folder(target, heads), target), verify)
+            return MedusaDrafter(load_heads(_folder(kind, target, heads, target.medusa_path), target), verify)
+        if kind == "block":
+            return BlockDrafter(load_network(_folder(kind, target, heads, target.block_path), target), verify)
         if kind == "nested":
             return NestedDrafter(target, verify)
         if kind == "lookup":
@@ -168,7 +193,7 @@ def make(
             plan = Growth() if tree is None else TreeShape.parse(tree)
             return TreeDrafter(draft, plan, verify, target.decoder.vocab_size)
         raise UserError(
-            "drafter must be one of none, model, tree, lookup, suffix, nested, medusa, "
+            f"drafter must be one of none, model, tree, lookup, suffix, nested, {', '.join(HEADS)}, "
             f"but is {kind}; choose one of them."
         )
 
@@ -182,17 +207,27 @@ def make(
     return chain(name) if len(choices) == 1 else ChosenDrafter([chain(names) for names in choices])
 
 
-def _heads_folder(target: "Model", named: Path | None) -> Path:
-    """Where medusa's heads are: the directory itself, or a run folder's `medusa/`."""
+def published_drafter(target: "Model", kind: HeadKind, folder: Path | None, verify: Rule) -> PublishedDrafter:
+    """The drafter of a published head in a folder. Raises UserError without one, and as `load_head`."""
+    if folder is None and kind != "mtp":
+        raise UserError(f"--drafter {kind} needs a head that was made for {target.path.name}; give --draft DIR.")
+    head = load_head(target.path if folder is None else locate(str(folder)), kind, target)
+    return PublishedDrafter(head, head.about.at(target.decoder.layers), verify)  # type: ignore[attr-defined]
+
+
+def _folder(kind: str, target: "Model", named: Path | None, own: Path | None) -> Path:
+    """Where a trained drafter is: the directory itself, or the one of its kind in a run folder."""
+    description, stage = _TRAINED[kind]
     if named is None:
-        if target.medusa_path is None:
+        if own is None:
+            what = "heads" if kind == "medusa" else "a directory of its own"
             raise UserError(
-                f"--drafter medusa needs heads, but {target.path.name} comes without; compress it by a recipe with a "
-                "medusa stage, or give --draft DIR."
+                f"--drafter {kind} needs {what}, but {target.path.name} comes without; compress it by a recipe with a "
+                f"{stage} stage, or give --draft DIR."
             )
-        return target.medusa_path
-    inner = named / "medusa"
-    return inner if (inner / DESCRIPTION).is_file() else named
+        return own
+    inner = named / kind
+    return inner if (inner / description).is_file() else named
 
 
 def _tokens(target: "Model", corpus: Path) -> list[int]:

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
+from runtime.errors import UserError
 from runtime.speculative.choice import Choice
-from runtime.speculative.draft import Draft, Drafter, Outcome, Request
+from runtime.speculative.draft import Draft, Drafter, Outcome, Request, StateReader, TakenStates
 from runtime.speculative.draft_length import Controller
 
 
@@ -14,12 +15,27 @@ class ChainedDrafter:
     finds something. Which drafter it was may not depend on chance, which holds for all of ours.
     """
 
+    _most_readers = 1
+
     def __init__(self, drafters: Sequence[Drafter]) -> None:
-        """Raises ValueError without drafters."""
+        """Raises ValueError without drafters; UserError for two that read hidden states."""
         if not drafters:
             raise ValueError("a chain needs at least one drafter")
         self.drafters = tuple(drafters)
         self.name = "+".join(drafter.name for drafter in drafters)
+        self._readers = [drafter for drafter in drafters if isinstance(drafter, StateReader) and drafter.taps]
+        if len(self._readers) > self._most_readers:
+            raise UserError(f"{self.name}: at most one drafter of a chain can read the target's hidden states")
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """See StateReader."""
+        return self._readers[0].taps if self._readers else ()
+
+    def read(self, taken: Sequence[TakenStates]) -> None:
+        """See StateReader."""
+        for drafter in self._readers:
+            drafter.read(taken)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         """One draft per request, an empty one where no drafter proposes anything."""
@@ -51,6 +67,8 @@ class ChosenDrafter(ChainedDrafter):
     controllers  of each one's γ, by its name, where γ is not fixed.
     """
 
+    _most_readers = 99
+
     def __init__(
         self,
         drafters: Sequence[Drafter],
@@ -63,3 +81,13 @@ class ChosenDrafter(ChainedDrafter):
         self.choice = Choice([drafter.name for drafter in drafters]) if choice is None else choice
         self.controllers = {name: Controller() for name in self.choices} if controllers is None else controllers
         self.name = ",".join(self.choices)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Of all drafters: see StateReader."""
+        return tuple(sorted({tap for reader in self._readers for tap in reader.taps}))
+
+    def read(self, taken: Sequence[TakenStates]) -> None:
+        """See StateReader."""
+        for reader in self._readers:
+            reader.read([part.of(self.taps, reader.taps) for part in taken])

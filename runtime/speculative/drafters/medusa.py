@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.checkpoints.medusa import Description, read_description, read_weights, require_target
+from runtime.checkpoints.drafter_files import require_target
+from runtime.checkpoints.medusa import DESCRIPTION, Description, read_description, read_weights
 from runtime.errors import UserError
 from runtime.kernels.activations import silu
 from runtime.kernels.dispatch import Kernel, linear
@@ -90,7 +91,7 @@ def load_heads(folder: Path, target: "Model") -> Heads:
             f"{folder.name}: heads of hidden size and vocabulary {sizes} do not fit {target.path.name}, which has "
             f"{(decoder.hidden_size, decoder.vocab_size)}; name the model that they belong to"
         )
-    require_target(description, folder, target.path)
+    require_target(description.target, folder, DESCRIPTION, target.path)
     weights = {name: tensor.to(decoder.device) for name, tensor in read_weights(folder, description).items()}
     names = [f"heads.{number}" for number in range(description.heads)]
     matrix, bias = (torch.cat([weights[f"{name}.layers.0.{part}"] for name in names]) for part in ("weight", "bias"))

@@ -117,7 +117,7 @@ class ModelDrafter(DraftModel[_Text]):
         growing = [d for d in drafting if d.budget > 0]
         if growing:
             missing = [self._catch_up(d.request) for d in growing]
-            if self._chains is not None and all(_argmax_alone(d.request.sampling) for d in growing):
+            if self._chains is not None and all(argmax_alone(d.request.sampling) for d in growing):
                 self._continue(self._chains, growing, missing)
                 growing = []
             while growing:
@@ -221,24 +221,28 @@ class ModelDrafter(DraftModel[_Text]):
         return known, argmax_tokens(known, "draft")
 
     def _add_token(self, drafting: Drafting, logits: Logits, best: int) -> None:
-        """Drafts one token after logits (1, V), whose argmax is `best`."""
-        request, drafted = drafting.request, drafting.tokens
-        sampling, position = request.sampling, len(request.tokens) + len(drafted)
-        if _argmax_alone(sampling):
-            drafted.append(best)
-            return
-        rows = Distributions(logits, sampling, request.tokens, [drafted], request.prompt_length, request.stop_tokens)
-        if sampling.greedy:
-            drafted += rows.argmax()
-            return
-        row = rows.array(0)
-        if self._rule == "coupled":
-            drafted.append(race(row, request.noise.exponential(sampling.seed, position, len(row))))
-            return
-        # Every round has noise of its own: verifying looks at tokens that are not accepted, too.
-        fresh = uniforms(sampling.seed, len(request.tokens), Stream.DRAFT, 1, lane=len(drafted) + 1)
-        drafted.append(pick(row, fresh[0]))
-        drafting.probs.append(row)
+        add_token(self._rule, drafting, logits, best)
+
+
+def add_token(rule: Rule, drafting: Drafting, logits: Logits, best: int) -> None:
+    """Drafts one token after logits (1, V), whose argmax is `best`; `rule` will verify."""
+    request, drafted = drafting.request, drafting.tokens
+    sampling, position = request.sampling, len(request.tokens) + len(drafted)
+    if argmax_alone(sampling):
+        drafted.append(best)
+        return
+    rows = Distributions(logits, sampling, request.tokens, [drafted], request.prompt_length, request.stop_tokens)
+    if sampling.greedy:
+        drafted += rows.argmax()
+        return
+    row = rows.array(0)
+    if rule == "coupled":
+        drafted.append(race(row, request.noise.exponential(sampling.seed, position, len(row))))
+        return
+    # Every round has noise of its own: verifying looks at tokens that are not accepted, too.
+    fresh = uniforms(sampling.seed, len(request.tokens), Stream.DRAFT, 1, lane=len(drafted) + 1)
+    drafted.append(pick(row, fresh[0]))
+    drafting.probs.append(row)
 
 
 def stacked(rows: Sequence[NDArray[np.float64]], vocab_size: int) -> Tensor | None:
@@ -251,7 +255,7 @@ def stacked(rows: Sequence[NDArray[np.float64]], vocab_size: int) -> Tensor | No
     return torch.from_numpy(out)
 
 
-def _argmax_alone(sampling: Sampling) -> bool:
+def argmax_alone(sampling: Sampling) -> bool:
     """Whether the logits' argmax is the choice, whatever the text."""
     return sampling.greedy and sampling.plain
 

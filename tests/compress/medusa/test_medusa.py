@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from compress import medusa
 from compress.context import RunContext
 from compress.errors import USER_ERRORS, UserError
-from compress.medusa import frozen, hidden_states, joint
+from compress.medusa import frozen, hidden_states, joint, own_text
 from compress.medusa.heads import MOST_RANKS, accuracies, grow_tree, token_ranks
 from compress.medusa.hidden_states import CHUNK, HiddenStates, Source, collect
 from compress.model.source import default_pair
@@ -32,7 +32,8 @@ from compress.training.contract import StageContext
 from compress.training.data import ShuffledNumbers
 from compress.training.parallel import World
 from runtime import Model, Speculator, load
-from runtime.checkpoints.medusa import DESCRIPTION, WEIGHTS, Description, read_description, weights_digest
+from runtime.checkpoints.drafter_files import weights_digest
+from runtime.checkpoints.medusa import DESCRIPTION, WEIGHTS, Description, read_description
 from runtime.contract import Rows
 from runtime.engine.metrics import total
 from runtime.speculative.drafters.by_name import drafter_by_name
@@ -136,15 +137,15 @@ def test_the_loss_is_the_weighted_cross_entropy() -> None:
 
 def test_windows_are_cut_without_overlap() -> None:
     stream = np.arange(103, dtype=np.uint16)
-    found = frozen.cut(stream, 10, 99, 0, "it")
+    found = own_text.cut(stream, 10, 99, 0, "it")
     assert sorted(found[:, 0].tolist()) == list(range(0, 100, 10))
     assert all(row.tolist() == list(range(row[0], row[0] + 10)) for row in found)
-    assert len(frozen.cut(stream, 10, 4, 0, "it")) == 4
-    assert not torch.equal(frozen.cut(stream, 10, 4, 0, "it"), frozen.cut(stream, 10, 4, 1, "it"))
-    rows = frozen.cut(torch.arange(46).view(2, 23), 10, 99, 0, "it")
+    assert len(own_text.cut(stream, 10, 4, 0, "it")) == 4
+    assert not torch.equal(own_text.cut(stream, 10, 4, 0, "it"), own_text.cut(stream, 10, 4, 1, "it"))
+    rows = own_text.cut(torch.arange(46).view(2, 23), 10, 99, 0, "it")
     assert sorted(rows[:, 0].tolist()) == [0, 10, 23, 33]
     with pytest.raises(UserError, match="it is too short: expected one window of 200 tokens at least, found 103"):
-        frozen.cut(stream, 200, 4, 0, "it")
+        own_text.cut(stream, 200, 4, 0, "it")
 
 
 # Hidden states on disk.
@@ -388,7 +389,7 @@ def test_the_joint_loss_holds_the_model_to_its_original(given: StageContext, tin
     from transformers import AutoModelForCausalLM
 
     target = load(given.model)
-    text = frozen.make_text(STAGE, given, target)
+    text = own_text.make_text(STAGE, given, target, STAGE.heads + 2)
     heads = frozen.HeadsTask(frozen.new_heads(STAGE, given.model), STAGE, text)
     plain = tiny("llama", **UNTIED)
     model, teacher = (AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32) for _ in range(2))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compress.report.wording import training_findings, won_back
+from compress.report.training_words import training_findings, won_back
 
 perplexity = st.floats(1.01, 1e4)
 
@@ -55,6 +55,13 @@ def test_what_heads_gain_is_said() -> None:
 
     assert "tree of 3 nodes the 2 Medusa heads gain 1.90 tokens a round" in gained(1.1, 1.9)
     assert "could not be measured" in gained(None, 1.9)
+
+
+def test_what_a_block_drafter_gains_is_said() -> None:
+    [sentence] = said(block_draft={"nodes": 8, "tokens_per_round": {"before": 1.1, "after": 2.9}})
+    assert "With 8 drafted tokens the block drafter gains 2.90 tokens a round" in sentence
+    [sentence] = said(block_draft={"nodes": 8, "tokens_per_round": {"before": None, "after": 2.9}})
+    assert "could not be measured" in sentence
 
 
 def test_stages_that_say_theirs_elsewhere_add_nothing() -> None:

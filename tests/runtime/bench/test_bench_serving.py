@@ -30,6 +30,7 @@ def command(*arguments: object) -> Any:
         ("--drafter", "model", "--draft", "pair", "--draft-length", 2),
         ("--drafter", "lookup+suffix", "--batch", 2, "--temperature", 0.7),
         ("--drafter", "oracle+nested", "--scheme", "int8", "--alpha", 1.0, "--draft-length", 3),
+        ("--drafter", "oracle+block", "--rates", "1,1", "--draft-length", 3),
     ],
 )
 def test_speculate(tmp_path: Path, options: tuple[object, ...]) -> None:
@@ -39,7 +40,7 @@ def test_speculate(tmp_path: Path, options: tuple[object, ...]) -> None:
     assert found["random_weights"] and found["threads"] == 1 and found["result"]["mismatches"] == 0
     assert found["result"]["prompts"] == 2 and found["result"]["new_tokens"] == 16
     assert "random weights: speed only" in result.stdout and "0 of 2 texts differ" in result.stdout
-    if {"oracle", "oracle+nested"} & set(options):
+    if {"oracle", "oracle+nested", "oracle+block"} & set(options):
         assert found["result"]["acceptance_rate"] == 1.0 and found["result"]["predicted_speedup"] > 0
 
 
@@ -70,6 +71,9 @@ def test_load(tmp_path: Path) -> None:
         (("speculate", "--shape", "pair", "--drafter", "lookup", "--draft", "pair"), "leave out one of the two"),
         (("speculate", "--shape", "pair", "--drafter", "guess"), "drafter must be one of"),
         (("speculate", "--shape", "pair", "--drafter", "oracle", "--draft", "pair", "--alpha", 2), "from 0 to 1"),
+        (("speculate", "--shape", "pair", "--drafter", "oracle+block", "--rates", "1,x"), "--rates: expected numbers"),
+        (("speculate", "--shape", "pair", "--drafter", "oracle+block", "--rates", "1.5"), "from 0 to 1"),
+        (("speculate", "--shape", "pair", "--drafter", "lookup", "--rates", "1"), "--rates is for"),
         (("speculate", "--shape", "pair", "--draft-length", 65), "from 0 to 64, found 65"),
         (("speculate", "--shape", "pair", "--batch", 0), "--batch must be at least 1"),
         (("speculate", "--shape", "pair", "--verify", "typical"), "--verify must be coupled or rejection"),

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from runtime import Model, Speculator, load
-from runtime.checkpoints.medusa import DESCRIPTION, WEIGHTS, Description, read_description, weights_digest
+from runtime.checkpoints.drafter_files import weights_digest
+from runtime.checkpoints.medusa import DESCRIPTION, WEIGHTS, Description, read_description
 from runtime.contract import Rows
 from runtime.engine.metrics import total
 from runtime.errors import UserError

@@ -1,0 +1,136 @@
+"""Training the network of the drafter `block` on kept hidden states, and what it is worth."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+from torch.nn import functional
+
+from compress.artifact.files import write_atomic
+from compress.block_draft.network import BlockNetwork
+from compress.block_draft.objective import Learned, Teacher, blocks_of, learn
+from compress.medusa.own_text import WATCHED, Text
+from compress.recipe.block_draft import BlockDraft
+from compress.training.contract import Group, Loss
+from runtime import Model, Speculator
+from runtime.checkpoints.block_draft import DESCRIPTION, WEIGHTS
+from runtime.engine.metrics import Metrics, total
+from runtime.model.base import BaseDecoder
+from runtime.speculative.drafters.block import BlockDrafter
+from runtime.speculative.drafters.block_network import load_network
+
+# Windows that are looked at together when the best weights are chosen.
+_AT_ONCE = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """The target's last norm and its head, which make its logits of the last of the kept states.
+
+    table (V, hidden); weight and bias (hidden,), None: no bias; is_rms: by the root mean square.
+    """
+
+    table: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    is_rms: bool
+    eps: float
+
+    @classmethod
+    def of(cls, decoder: BaseDecoder, table: Tensor) -> "Head":
+        norm, a = decoder.parts.norm, decoder.architecture
+        return cls(table, norm.weight, norm.bias, a.norm == "rms", a.norm_eps)
+
+    def logits(self, stream: Tensor) -> Tensor:
+        """(…, V) float32 after the residual stream (…, hidden) behind the last layer."""
+        if self.is_rms:
+            normed = functional.rms_norm(stream, self.weight.shape, self.weight, self.eps)
+        else:
+            normed = functional.layer_norm(stream, self.weight.shape, self.weight, self.bias, self.eps)
+        return functional.linear(normed, self.table).float()
+
+
+class BlockTask:
+    """The network over windows whose states were kept; `autocast`: evaluation computes in bfloat16, too."""
+
+    def __init__(self, network: BlockNetwork, stage: BlockDraft, text: Text, head: Head, autocast: bool) -> None:
+        self.network, self._stage, self._text, self._head, self._autocast = network, stage, text, head, autocast
+
+    def groups(self) -> list[Group]:
+        """Matrices, and everything else, without decay."""
+        named = dict(self.network.named_parameters())
+        inner = {name for name, p in named.items() if p.ndim == 2 and name not in ("places", "tap_norms")}
+        rest = [parameter for name, parameter in named.items() if name not in inner]
+        return [
+            Group("matrices", [named[name] for name in named if name in inner], optimizer=self._stage.optimizer),
+            Group("rest", rest, weight_decay=0.0),
+        ]
+
+    def loss(self, batch: Tensor, progress: float) -> Loss:
+        """batch (B, 1): numbers of windows. Drafts begin at random places."""
+        tokens, states = self._text.train.read(batch.flatten().tolist())
+        low, high = self._places(tokens)
+        anchors = torch.randint(low, high, (len(tokens), self._stage.anchors))
+        found = self._learn(tokens, states, anchors)
+        parts = {
+            "cross entropy": found.cross_entropy,
+            "distillation": found.distillation,
+            "confidence": found.confidence,
+        }
+        return Loss(found.value, parts)
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss over held-out windows, nats, of drafts at evenly spaced places."""
+        losses, counts = [], []
+        for tokens, states in self._text.watched.blocks(_AT_ONCE):
+            low, high = self._places(tokens)
+            anchors = torch.linspace(low, high - 1, self._stage.anchors).long().expand(len(tokens), -1)
+            with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast):
+                losses.append(float(self._learn(tokens, states, anchors).value))
+            counts.append(len(tokens))
+            if sum(counts) >= WATCHED:
+                break
+        return sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+
+    def state(self) -> dict[str, Tensor]:
+        return dict(self.network.state_dict())
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        self.network.load_state_dict(dict(state))
+
+    def _places(self, tokens: Tensor) -> tuple[int, int]:
+        """Where the last token before a draft may stand: the first place, and behind the last one."""
+        return max(1, self._text.first), tokens.shape[1] - 1
+
+    def _learn(self, tokens: Tensor, states: Tensor, anchors: Tensor) -> Learned:
+        blocks, places = blocks_of(tokens, states, anchors, self.network.about.length)
+        with torch.no_grad():
+            # Where the final states are kept they say what the target's distribution was.
+            wanted = self._head.logits(states[..., -self.network.about.hidden_size :])
+        drafted = self.network(blocks)
+        return learn(drafted, places, Teacher(wanted, tokens), self._stage.decay, self._stage.distill)
+
+
+def write(network: BlockNetwork, out: Path) -> None:
+    """Writes block.json and block.safetensors (bfloat16); equal networks give equal bytes."""
+    out.mkdir(parents=True, exist_ok=True)
+    stored = {name: tensor.detach().bfloat16().contiguous() for name, tensor in network.state_dict().items()}
+    write_atomic(out / WEIGHTS, save(stored, metadata={"format": "pt"}))
+    write_atomic(out / DESCRIPTION, network.about.to_json().encode())
+
+
+def assess(stage: BlockDraft, network: BlockNetwork, target: Model, text: Text, out: Path) -> Metrics:
+    """Writes the drafter to `out`, and decodes the held-out prompts greedily with it, eight tokens a round at most."""
+    write(network, out)
+    drafter = BlockDrafter(load_network(out, target))
+    prompts = text.measured[:, : text.prompt].tolist()
+    new = text.measured.shape[1] - text.prompt
+    results = Speculator(target, drafter, NODES).generate(prompts, new, stop=())
+    return total([result.metrics for result in results])
+
+
+NODES = 8

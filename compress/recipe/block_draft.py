@@ -1,0 +1,70 @@
+"""What the stage `block_draft` of a recipe may say."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, StrictInt, model_validator
+
+from compress.recipe.block_stages import SchemeName
+from compress.recipe.training import Share, TrainingStage
+from compress.recipe.training_stages import OpenShare
+
+Size = Annotated[StrictInt, Field(ge=1, le=1_000_000)]
+
+
+class BlockDraft(TrainingStage):
+    """A stage that trains a small network which drafts all tokens of a round at once, on the compressed model's own
+    hidden states (DFlash, 2602.06036; DSpark, 2607.05147).
+
+    taps           behind how many of the model's layers it reads, one after the other; by default half of them, all but
+                   the last, and all.
+    draft_length   tokens on a path of its drafts, at most.
+    layers         of the network, of the model's own sizes but for `intermediate_size` (default: the model's).
+                   The first one begins as the model's last, where that is built alike.
+    window         tokens of text that it sees.
+    rank           numbers that are remembered along the drafted tokens.
+    scheme         how its matrices are held when it runs.
+    anchors        drafts that each window is learned from at a time, at random places.
+    continuations  what follows a prompt in the text to train on: what the compressed model writes by itself, the most
+                   probable token each time (greedy) or drawn (sampled); none: the text as it stands.
+    prompt         share of each window that is text in any case.
+    samples        the most windows of such text; they are made once, with the model's hidden states, in a quarter of
+                   the time at most.
+    max_epochs     of a budget in minutes: how often each window is learned from at most.
+    decay          place k's loss counts decay to the power k.
+    distill        share of the loss that is the divergence from the model's distribution, beside the text's own.
+    optimizer      of the matrices.
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {
+        "minutes": 40.0,
+        "learning_rate": 2e-3,
+        "batch": 6,
+        "length": 192,
+        "evaluate_every": 250,
+        "save_every": 250,
+        "autocast": True,
+    }
+
+    taps: tuple[Annotated[StrictInt, Field(ge=0)], ...] | None = None
+    draft_length: Annotated[StrictInt, Field(ge=1, le=16)] = 6
+    layers: Annotated[StrictInt, Field(ge=1, le=3)] = 1
+    intermediate_size: Size | None = None
+    window: Size = 128
+    rank: Size = 256
+    scheme: SchemeName | Literal[""] = "int8-dynamic"
+    anchors: Annotated[StrictInt, Field(ge=1, le=4096)] = 32
+    continuations: Literal["greedy", "sampled", "none"] = "greedy"
+    prompt: OpenShare = 0.25
+    samples: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 4096
+    max_epochs: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 30
+    decay: Annotated[float, Field(gt=0, le=1, strict=False)] = 0.9
+    distill: Share = 0.5
+    optimizer: Literal["adamw", "muon"] = "muon"
+
+    @model_validator(mode="after")
+    def _fit(self) -> "BlockDraft":
+        if self.scheme == "int8-static":
+            raise ValueError("scheme: expected one whose inputs need no calibration, found int8-static")
+        if self.taps is not None and (not self.taps or len(set(self.taps)) < len(self.taps)):
+            raise ValueError(f"taps: expected different numbers of layers, found {list(self.taps)}")
+        return self

@@ -1,0 +1,1 @@
+"""Draft heads that others publish: what their files are called, and what their configurations say."""

@@ -1,0 +1,100 @@
+// The drafter `block` in one call (speculative/drafters/block_network.py has its meaning).
+#pragma once
+
+#include "decoder.h"
+
+namespace specpress {
+
+struct BlockLayer {
+    const float *attention_norm, *mlp_norm;
+    const Weights *query, *keys_values, *output, *gate_up, *down;
+};
+
+struct BlockNetwork {
+    int64_t taps, hidden, length, layers, heads, kv_heads, dim, intermediate, window, rank, vocabulary;
+    float eps;
+    const float *tap_norms, *fuse_norm, *places, *norm;  // [taps][hidden], [hidden], [length][hidden], [hidden]
+    const Weights *fuse, *common, *of_row, *head;
+    const BlockLayer* layer;
+    const float *of_token, *of_memory, *gates, *adds;    // [vocabulary][2 * rank], [2 * rank][rank], [2 * rank], [vocabulary][rank]
+    const float* sure;                                   // [hidden + rank + 2]
+};
+
+// One text. States that were not read yet are of the tokens right before `end`, the place of its last token.
+struct BlockText {
+    float* keys_values;     // [layers][2][capacity][kv_heads * dim]
+    float* last;            // [hidden]: the last fused state
+    int64_t capacity, held, end;
+    const float* unread;    // [fresh][taps * hidden]
+    int64_t fresh;          // at most the window
+    const float* embedded;  // [hidden], of the last token, normed
+    int64_t token;
+    int64_t budget;         // nodes of its tree; 0: it is grown elsewhere
+};
+
+// How trees grow: the most children of a node, and below which probability a token is not worth a row.
+struct BlockGrowth {
+    int64_t branch, considered;
+    double worth;
+};
+
+// What a draft's places are: [requests * length] rows, what these say of gates, and logits without the memory's part.
+struct BlockPlaces {
+    float *rows, *of_row, *base;
+};
+
+// A tree for each text: tokens and parents [requests][stride], and how many there are.
+struct BlockTrees {
+    int64_t *tokens, *parents, *counts;
+    int64_t stride;
+};
+
+class BlockDraft {
+   public:
+    BlockDraft(const BlockNetwork& network, const Model& workspace, const Path& path, Pool& pool)
+        : net_(network), path_(path), pool_(pool), work_(workspace, path, pool) {}
+
+    // Reads what texts have not read, computes `length` places behind each, and grows the trees that have a budget. False
+    // where logits are not finite.
+    bool draft(const float* cos, const float* sin, BlockText* texts, int64_t requests, int64_t length, const BlockGrowth& growth,
+               const BlockPlaces& places, const BlockTrees& trees);
+
+   private:
+    // The best of the tokens considered behind a node: children in order, and their shares.
+    struct Children {
+        std::vector<int64_t> tokens;
+        std::vector<double> shares;
+    };
+    struct Node {
+        int64_t token, parent, depth;
+        double joint;
+    };
+
+    void product(const Weights* w, const float* x, int64_t rows, float* y) {
+        const Projection one = {1, &w};
+        work_.project(one, x, rows, y);
+    }
+    void norm(const float* x, const float* weight, float* out) {
+        path_.norm(x, weight, net_.hidden, net_.eps, 0.0f, out, scratch_.data());
+    }
+    void read(BlockText* texts, int64_t requests);
+    void append(BlockText& text, int64_t layer, const float* found);
+    void run_layer(const BlockLayer& layer, int64_t number, const BlockText* texts, int64_t requests, int64_t length);
+    void grow(const BlockText& text, int64_t length, const BlockGrowth& growth, const BlockPlaces& places, const BlockTrees& trees, int64_t request);
+    void consider(const float* base, int64_t count, std::vector<int64_t>& at);
+    void expand(const BlockPlaces& places, int64_t depth, int64_t token, const float* before, const BlockGrowth& growth, float* after, Children& out);
+
+    const BlockNetwork net_;
+    const float *cos_ = nullptr, *sin_ = nullptr;  // of the draft that is being made: [places][dim / 2]
+    const Path& path_;
+    Pool& pool_;
+    std::mutex one_;
+    Decoder work_;
+    std::vector<float> scratch_, tapped_, fused_, read_, x_, normed_, queries_, own_, mixed_, branch_, gate_up_, gated_, weights_;
+    std::vector<float> memories_, gates_, highest_;
+    std::vector<Node> nodes_;
+    std::vector<Children> children_;
+    std::vector<std::vector<int64_t>> considered_;
+};
+
+}  // namespace specpress

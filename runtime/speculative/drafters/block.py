@@ -1,0 +1,203 @@
+"""A small network on the target's hidden states drafts a tree at once, and says which of its tokens are worth a row."""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime.kernels.native_linear import NativeLinear
+from runtime.sampling.candidates import Candidates, largest, ranked
+from runtime.sampling.distribution import Distributions, argmax_tokens
+from runtime.speculative.draft import Draft, Outcome, Request, TakenStates
+from runtime.speculative.drafters.block_native import Asked, Growth, NativeBlocks, NativeText
+from runtime.speculative.drafters.block_network import BlockNetwork, Floats, Places, Seen
+from runtime.speculative.drafters.tree_growth import ROOT, Tree
+from runtime.speculative.verify import Rule
+
+# A token that the text comes to with a lower probability is not worth its row: eight rows cost a fifth more than one.
+WORTH = 0.03
+# Tokens of a place that the memory chooses among: those that its row alone finds most probable.
+_CONSIDERED = 32
+
+
+@dataclass
+class _Text:
+    """What is known of one text.
+
+    end     where the next state belongs: those before it were read, the last `window` of them or fewer are kept.
+    unread  states that came since the last draft.
+    plain   of each layer keys and values (2, n, kv_heads, head_dim) of the tokens up to the unread ones, and the last
+            fused state; `native` the same for native kernels.
+    """
+
+    end: int
+    unread: list[Tensor] = field(default_factory=list)
+    plain: tuple[list[Tensor], Tensor] | None = None
+    native: NativeText | None = None
+
+    def take(self, window: int) -> Tensor | None:
+        """The unread states that can be seen, (n, taps · hidden), which are read then; None: there are none."""
+        if not self.unread:
+            return None
+        found = torch.cat(self.unread)[-window:] if len(self.unread) > 1 else self.unread[0]
+        self.unread = []
+        return found
+
+
+class BlockDrafter:
+    """Drafts from the target's states of the tokens before the last one, and that token.
+
+    network  what `load_network` returned.
+    verify   the rule that will verify. `coupled`: children are those of highest probability with the target's noise.
+             No draws in any case, so that Draft.probs is None.
+    branch   the most children of a node; 1: chains.
+
+    The tree grows where it is most probable, and ends where no token is worth a row; the budget counts nodes. A request
+    whose states have not come (its text was in the cache) gets an empty draft. Texts that go on without drafts cost a
+    copy of their states: they are read when a draft is asked for, the last `window` of them.
+    """
+
+    name = "block"
+
+    def __init__(self, network: BlockNetwork, verify: Rule = "coupled", branch: int = 4) -> None:
+        self._network, self._branch = network, branch
+        self._native = NativeBlocks(network) if isinstance(network.fuse, NativeLinear) else None
+        self._rule: Rule = verify
+        self._texts: dict[int, _Text] = {}
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """See StateReader."""
+        return self._network.about.taps
+
+    def read(self, taken: Sequence[TakenStates]) -> None:
+        """Keeps a copy of the states that a draft may come to see."""
+        window = self._network.about.window
+        for part in taken:
+            text = self._texts.get(part.request.id)
+            if text is None or text.end != part.start:
+                text = self._texts[part.request.id] = _Text(part.start)
+            text.end += len(part.states)
+            text.unread.append(part.states[-window:].clone())
+            held = sum(map(len, text.unread))
+            while held - len(text.unread[0]) >= window:
+                held -= len(text.unread.pop(0))
+
+    @torch.inference_mode()
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+        """One pass of the network for all requests; then each one's tree."""
+        drafts = [Draft() for _ in requests]
+        ends = [self._texts[r.id].end if r.id in self._texts else -1 for r in requests]
+        ready = [i for i, r in enumerate(requests) if budgets[i] > 0 and 0 < ends[i] == len(r.tokens) - 1]
+        if not ready:
+            return drafts
+        texts = [self._texts[requests[i].id] for i in ready]
+        length = min(self._network.about.length, max(budgets[i] for i in ready))
+        # The most probable tokens of greedy texts are found natively; noise, penalties and the like are numpy's.
+        plain = [requests[i].sampling.greedy and requests[i].sampling.plain for i in ready]
+        if self._native is None:
+            seen = self._see(texts)
+            places = self._network.draft(seen, [requests[i].tokens[-1] for i in ready], length)
+            for each in places:
+                argmax_tokens(each.base, "draft")
+            grown = [Draft() for _ in ready]
+        else:
+            asked = [
+                Asked(
+                    self._native_text(text),
+                    text.take(self._network.about.window),
+                    *(text.end, requests[i].tokens[-1], budgets[i] if simple else 0),
+                )
+                for i, text, simple in zip(ready, texts, plain, strict=True)
+            ]
+            grown, places = self._native.draft(asked, length, Growth(self._branch, _CONSIDERED, WORTH))
+        for i, each, draft, simple in zip(ready, places, grown, plain, strict=True):
+            known = simple and self._native is not None
+            drafts[i] = draft if known else self._grow(requests[i], budgets[i], each)
+        return drafts
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Nothing to learn: the states of what was accepted were read."""
+
+    def close(self, request: Request) -> None:
+        self._texts.pop(request.id, None)
+
+    def _native_text(self, text: _Text) -> NativeText:
+        assert self._native is not None
+        if text.native is None:
+            text.native = self._native.text()
+        return text.native
+
+    def _see(self, texts: Sequence[_Text]) -> list[Seen]:
+        """Reads what the texts have not read yet, all of it at once."""
+        network, window = self._network, self._network.about.window
+        states = [text.take(window) for text in texts]
+        new = [(text, state) for text, state in zip(texts, states, strict=True) if state is not None]
+        if new:
+            places = torch.cat([torch.arange(text.end - len(state), text.end) for text, state in new])
+            fused, first = network.fused(torch.cat([state for _, state in new])), 0
+            found = network.keys_values(fused, places)
+            for text, state in new:
+                part = slice(first, first + len(state))
+                first = part.stop
+                added = [layer[:, part] for layer in found]
+                known = [layer[:, :0] for layer in added] if text.plain is None else text.plain[0]
+                both = [torch.cat(pair, dim=1)[:, -window:] for pair in zip(known, added, strict=True)]
+                text.plain = both, fused[part.stop - 1]
+        return [Seen(*text.plain, text.end) for text in texts if text.plain is not None]
+
+    def _grow(self, request: Request, budget: int, places: Places) -> Draft:
+        """The most probable nodes, as long as they are worth their rows."""
+        tree = Tree()
+        memories: dict[int, Floats] = {}  # of each node, with which its children were found
+        heap: list[tuple[float, int, int]] = []
+
+        def offer(node: int, rank: int) -> None:
+            shares = tree.candidates[node].shares
+            if rank < min(len(shares), self._branch):
+                heapq.heappush(heap, (-tree.joint(node) * shares[rank], node, rank))
+
+        def expand(node: int, before: Floats) -> None:
+            depth = tree.depth(node)
+            if depth < len(places.base):
+                token = request.tokens[-1] if node == ROOT else tree.tokens[node]
+                memories[node] = self._network.memory.after(before, token, places.of_row[depth])
+                tree.candidates[node] = self._candidates(request, tree.path(node), memories[node], places)
+                offer(node, 0)
+
+        expand(ROOT, np.zeros(self._network.about.rank, np.float32))
+        while heap and len(tree.tokens) < budget and -heap[0][0] >= WORTH:
+            _, parent, rank = heapq.heappop(heap)
+            node = tree.take(parent, rank)
+            offer(parent, rank + 1)
+            expand(node, memories[parent])
+        return Draft(tree.tokens, tree.parents)
+
+    def _candidates(self, request: Request, path: list[int], memory: Floats, places: Places) -> Candidates:
+        """The children of the node at the end of a path, in order, with the probabilities of being the target's."""
+        about, row, known = self._network.memory, places.rows[len(path)], places.base[len(path)]
+        sampling = request.sampling
+        if sampling.greedy and sampling.plain:
+            at = np.array(largest(known, _CONSIDERED))
+            scores = known[at] + about.adds[at] @ memory
+            order = np.argsort(-scores, kind="stable")[: self._branch]
+            logits = scores - scores.max()
+            total = np.log(np.exp(logits).sum())
+            shares = np.exp(logits[order] - total)
+            sure = about.is_right(row, memory, float(logits[order[0]] - total))
+            rest = (1 - sure) / max(1e-9, 1 - float(shares[0]))
+            found = [sure, *(float(share) * rest for share in shares[1:])]
+            return Candidates(at[order].tolist(), found, found)
+        context = (sampling, request.tokens, [path], request.prompt_length, request.stop_tokens)
+        rows = Distributions(known + about.adds @ memory, *context)
+        if sampling.greedy:
+            scores = rows.scores(0)
+            return ranked(np.exp(scores - scores.max()), self._branch)
+        weights = rows.array(0)
+        if self._rule == "coupled":
+            position = len(request.tokens) + len(path)
+            weights = weights / request.noise.exponential(sampling.seed, position, len(weights))
+        return ranked(weights, self._branch)

@@ -1,0 +1,162 @@
+"""The network of the drafter `block` and the growth of its trees in one native call a round (native/block_draft.h)."""
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from ctypes import byref, pointer
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime.kernels.native_linear import NativeLinear
+from runtime.model.layers import Linear
+from runtime.native.binding import PATHS, require
+from runtime.native.structs import (
+    BlockLayerStruct,
+    BlockNetworkStruct,
+    BlockPlacesStruct,
+    BlockTextStruct,
+    BlockTreesStruct,
+    ModelStruct,
+)
+from runtime.sampling.distribution import not_finite
+from runtime.speculative.draft import Draft
+from runtime.speculative.drafters.block_network import BlockNetwork, Places
+
+# Positions for which angles are made at once.
+_POSITIONS = 1024
+
+
+@dataclass
+class NativeText:
+    """Keys and values of a text's tokens (layers, 2, capacity, kv_heads · head_dim), of which `held` are there, and
+    the last fused state (hidden,); all float32."""
+
+    keys_values: Tensor
+    last: Tensor
+    held: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """A draft that is asked for: the states that came since the last one, (n, taps · hidden), are of the tokens right
+    before `end`, the place of the text's last token. budget: nodes of its tree; 0: its places alone."""
+
+    text: NativeText
+    unread: Tensor | None
+    end: int
+    token: int
+    budget: int
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How trees grow: the most children of a node, how many tokens of a place are looked at, and below which
+    probability none is worth a row."""
+
+    branch: int
+    considered: int
+    worth: float
+
+
+@dataclass(eq=False)
+class NativeBlocks:
+    """A network on native kernels. Raises ValueError for one whose layers are others."""
+
+    network: BlockNetwork
+    _kept: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        network, about = self.network, self.network.about
+        fuse = network.fuse
+        if not isinstance(fuse, NativeLinear):
+            raise ValueError("this network's layers are not native")
+        layers = (BlockLayerStruct * about.layers)()
+        for struct, layer in zip(layers, network.layers, strict=True):
+            struct.attention_norm, struct.mlp_norm = self._at(layer.attention_norm), self._at(layer.mlp_norm)
+            for name in ("query", "keys_values", "output", "gate_up", "down"):
+                setattr(struct, name, self._weight(getattr(layer, name)))
+        sure = np.concatenate([*network.memory.sure[:2], np.array(network.memory.sure[2:], np.float32)])
+        memory = (network.memory.of_token, network.memory.of_memory, network.memory.gates, network.memory.adds, sure)
+        struct = BlockNetworkStruct(
+            *(len(about.taps), about.hidden_size, about.length, about.layers, about.heads, about.kv_heads),
+            *(about.head_dim, about.intermediate_size, about.window, about.rank, about.vocab_size, about.norm_eps),
+            *(self._at(part) for part in (network.tap_norms, network.fuse_norm, network.places, network.norm)),
+            *(self._weight(layer) for layer in (network.fuse, network.common, network.of_row, network.head)),
+            ctypes.addressof(layers),
+            *(self._at(torch.from_numpy(part)) for part in memory),
+        )
+        # The workspace in which single products run has room for the widest inputs.
+        widest = max(2, len(about.taps)) * about.hidden_size
+        workspace = ModelStruct(
+            hidden=max(widest, about.intermediate_size, about.heads * about.head_dim),
+            head=self._weight(network.fuse),
+            embedding_scale=1.0,
+        )
+        self._kept += [layers, fuse.pool]
+        self._handle = require().specpress_block_new(
+            byref(struct), byref(workspace), PATHS[fuse.path], fuse.pool.handle
+        )
+        weakref.finalize(self, require().specpress_block_free, self._handle)
+        self._turns = network.turns(torch.arange(_POSITIONS))
+
+    def text(self) -> NativeText:
+        """An empty text."""
+        about = self.network.about
+        shape = about.layers, 2, 2 * about.window, about.kv_heads * about.head_dim
+        return NativeText(torch.empty(shape), torch.empty(about.hidden_size))
+
+    def draft(self, asked: Sequence[Asked], length: int, growth: Growth) -> tuple[list[Draft], list[Places]]:
+        """A tree for each draft with a budget (else an empty one), and the places of all.
+
+        Raises UserError where logits are no numbers.
+        """
+        about, count = self.network.about, len(asked)
+        self._reach(max(one.end for one in asked) + length)
+        ids = torch.tensor([one.token for one in asked])
+        embedded = self.network.normed_embedding(ids)
+        texts = (BlockTextStruct * count)()
+        for i, (struct, one) in enumerate(zip(texts, asked, strict=True)):
+            struct.keys_values, struct.last = one.text.keys_values.data_ptr(), one.text.last.data_ptr()
+            struct.capacity, struct.held, struct.end = one.text.keys_values.shape[2], one.text.held, one.end
+            if one.unread is not None:
+                struct.unread, struct.fresh = one.unread.data_ptr(), len(one.unread)
+            struct.embedded, struct.token, struct.budget = embedded[i].data_ptr(), one.token, one.budget
+        rows = count * length
+        found = [np.empty((rows, size), np.float32) for size in (about.hidden_size, 2 * about.rank, about.vocab_size)]
+        most = max(1, *(one.budget for one in asked))
+        tokens, parents = (np.empty((count, most), np.int64) for _ in range(2))
+        counts = np.zeros(count, np.int64)
+        places = BlockPlacesStruct(*(part.ctypes.data for part in found))
+        trees = BlockTreesStruct(tokens.ctypes.data, parents.ctypes.data, counts.ctypes.data, most)
+        finite = require().specpress_block_draft(
+            self._handle,
+            *(part.data_ptr() for part in self._turns),
+            *(texts, count, length, growth.branch, growth.considered, growth.worth),
+            *(byref(places), byref(trees)),
+        )
+        for struct, one in zip(texts, asked, strict=True):
+            one.text.held = struct.held
+        if not finite:
+            raise not_finite("draft")
+        drafts = [Draft(tokens[i, :n].tolist(), parents[i, :n].tolist()) for i, n in enumerate(counts.tolist())]
+        parts = [slice(i * length, (i + 1) * length) for i in range(count)]
+        return drafts, [Places(*(each[part] for each in found)) for part in parts]
+
+    def _reach(self, positions: int) -> None:
+        """Makes angles for so many positions."""
+        if positions > len(self._turns[0]):
+            self._turns = self.network.turns(torch.arange(max(positions, 2 * len(self._turns[0]))))
+
+    def _at(self, tensor: Tensor) -> int:
+        kept = tensor.contiguous()
+        self._kept.append(kept)
+        return int(kept.data_ptr())
+
+    def _weight(self, layer: Linear) -> Any:
+        assert isinstance(layer, NativeLinear)
+        self._kept.append(layer.weight)
+        return pointer(layer.weight.struct)

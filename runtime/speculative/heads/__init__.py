@@ -1,0 +1,1 @@
+"""The networks of published draft heads, on the target's kernels."""

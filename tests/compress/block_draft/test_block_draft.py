@@ -1,0 +1,284 @@
+"""The stage block_draft: what is learned from, the loss, where the network begins, whole runs on a tiny model."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from torch.nn import functional
+
+from compress import block_draft
+from compress.block_draft.beginning import begin, last_layer
+from compress.block_draft.network import BlockNetwork, Blocks, Drafted
+from compress.block_draft.objective import Teacher, blocks_of, learn
+from compress.block_draft.task import BlockTask, Head
+from compress.context import RunContext
+from compress.errors import USER_ERRORS
+from compress.medusa.hidden_states import Source, collect
+from compress.pipeline import compress
+from compress.recipe import Recipe
+from compress.recipe.block_draft import BlockDraft
+from compress.recipe.training import Budget, Settings
+from compress.training.contract import StageContext
+from runtime import Model, Speculator, load
+from runtime.checkpoints.block_draft import DESCRIPTION, WEIGHTS, Description, read_description
+from runtime.contract import Rows
+from runtime.engine.metrics import total
+from runtime.model.base import BaseDecoder
+from runtime.speculative.drafters.block import BlockDrafter
+from runtime.speculative.drafters.block_network import load_network, tables
+from runtime.speculative.drafters.by_name import drafter_by_name
+
+Tiny = Callable[..., Path]
+UNTIED = {"tie_word_embeddings": False}
+SIZES: dict[str, Any] = {"layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate_size": 12, "window": 6}
+SIZES |= {"rank": 4, "hidden_size": 16, "vocab_size": 20, "scheme": "", "target": ""}
+
+
+def network(length: int = 3, seed: int = 0) -> BlockNetwork:
+    torch.manual_seed(seed)
+    made = BlockNetwork(Description((1, 2), length, **SIZES), torch.randn(20, 16), torch.randn(20, 16))
+    with torch.no_grad():
+        made.add.normal_()
+    return made
+
+
+# What is learned from.
+
+
+def test_blocks_begin_at_their_anchors_and_end_with_the_window() -> None:
+    tokens = torch.arange(20).view(2, 10) + 100
+    blocks, places = blocks_of(tokens, torch.zeros(2, 10, 4), torch.tensor([[1, 7], [3, 9]]), 3)
+    assert blocks.tokens.tolist()[0] == [[101, 102, 103], [107, 108, 109]]
+    assert places.tolist() == [[[2, 3, 4], [8, 9, 10]], [[4, 5, 6], [10, 10, 10]]]
+
+
+def test_a_draft_depends_on_what_it_may_see_alone() -> None:
+    """Neither on states at the anchor and behind it, nor on those before the window, nor on later tokens."""
+    made, states, tokens = network(), torch.randn(1, 20, 32), torch.randint(0, 20, (1, 2, 3))
+    anchors = torch.tensor([[12, 5]])
+
+    def said(changed: torch.Tensor, given: torch.Tensor = tokens) -> torch.Tensor:
+        with torch.no_grad():
+            return made(Blocks(changed, anchors, given)).logits
+
+    known = said(states)
+    for place, moves in ((12, False), (11, True), (6, True), (13, False)):
+        changed = states.clone()
+        changed[0, place] += 1
+        assert torch.allclose(said(changed)[0], known[0], atol=1e-5) is not moves
+    # Six tokens before place 12 begin at 6: what stands at 5 is the other block's anchor, which does not see it either.
+    changed = states.clone()
+    changed[0, 5] += 1
+    assert torch.allclose(said(changed), known, atol=1e-5)
+    other = tokens.clone()
+    other[0, 0, 2] = (other[0, 0, 2] + 1) % 20
+    assert torch.equal(said(states, other)[0, :2], known[0, :2])
+    assert not torch.allclose(said(states, other)[0, 2], known[0, 2], atol=1e-3)
+
+
+def test_the_loss_is_what_it_says() -> None:
+    torch.manual_seed(1)
+    logits, sure = torch.randn(2, 3, 7), torch.randn(2, 3)
+    teacher = Teacher(torch.randn(1, 8, 7), torch.randint(0, 7, (1, 8)))
+    places = torch.tensor([[[2, 3, 4], [6, 7, 8]]])  # the last one is behind the window
+    found = learn(Drafted(logits, sure), places, teacher, decay=0.5, distill=0.25)
+    cross = distill = confidence = weights = 0.0
+    for block, row in enumerate(places[0].tolist()):
+        for place, at in enumerate(row):
+            if at == 8:
+                continue
+            said, weight = logits[block, place].log_softmax(-1), 0.5**place
+            wanted, token = teacher.logits[0, at - 1].log_softmax(-1), int(teacher.tokens[0, at])
+            right = float(logits[block, place].argmax() == token)
+            cross -= weight * float(said[token])
+            distill += weight * float((wanted.exp() * (wanted - said)).sum())
+            p = 1 / (1 + math.exp(-float(sure[block, place])))
+            confidence -= weight * math.log(p if right else 1 - p)
+            weights += weight
+            assert bool(found.right[block, place]) == bool(right)
+    assert [found.cross_entropy, found.distillation, found.confidence] == pytest.approx(
+        [cross / weights, distill / weights, confidence / weights], rel=1e-4
+    )
+    expected = 0.75 * cross + 0.25 * distill + confidence
+    assert float(found.value) == pytest.approx(expected / weights, rel=1e-4)
+    right = torch.zeros_like(logits).scatter(2, teacher.tokens[0, [[2, 3, 4], [6, 7, 0]]].unsqueeze(2), 9.0)
+    assert learn(Drafted(right, sure), places, teacher, 0.5, 0.0).tokens_per_round == 4.0
+
+
+def test_confidence_teaches_nothing_but_itself() -> None:
+    made = network()
+    drafted = made(Blocks(torch.randn(1, 9, 32), torch.tensor([[5]]), torch.randint(0, 20, (1, 1, 3))))
+    drafted.confidence.sum().backward()
+    assert made.sure.grad is not None and all(p.grad is None for n, p in made.named_parameters() if n != "sure")
+
+
+# Where it begins.
+
+
+@pytest.fixture(scope="module")
+def packed(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder: a tiny llama at int8 whose head is its own."""
+    out = tmp_path_factory.mktemp("block") / "run"
+    options: dict[str, Any] = {"seq_len": 64, "draft": "none", "report": lambda *_: {}}
+    return compress(tiny("llama", **UNTIED), Recipe.load("int8-dynamic"), out, **options).model.parent
+
+
+@pytest.fixture(scope="module")
+def target(packed: Path) -> Model:
+    return load(packed)
+
+
+def test_the_first_layer_begins_as_the_models_last(target: Model, packed: Path, tiny: Tiny) -> None:
+    """Its keys and values of fused states are those of the model's last layer, as the reference computes them."""
+    stage = BlockDraft.model_validate({"rank": 4, "window": 8})
+    assert isinstance(target.decoder, BaseDecoder)
+    about = block_draft.description(stage, target, target.decoder)
+    assert about.taps == (1, 2) and (about.heads, about.kv_heads, about.head_dim) == (4, 2, 16)
+    torch.manual_seed(0)
+    made, layer = BlockNetwork(about, *tables(target.path, target.decoder)), last_layer(packed / "model")
+    assert layer is not None
+    with torch.no_grad():
+        made.fuse.zero_()
+    assert begin(made, layer, 1.0)
+    stream = torch.randn(5, 64)
+    fused = made.fused(torch.cat((stream, torch.randn(5, 64)), dim=1))
+    expected = functional.rms_norm(stream, (64,), layer["attention_norm"], 1e-5)
+    assert torch.allclose(fused, expected, atol=1e-3)
+    assert torch.equal(made.layers[0].key, layer["key"]) and torch.equal(made.norm, layer["norm"])
+    assert not begin(network(), layer, 1.0)
+    assert last_layer(tiny("qwen3")) is None and last_layer(tiny("mistral")) is not None
+
+
+# The stage.
+
+
+def windows(n: int, length: int = 24, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, 12, (n, length), generator=torch.Generator().manual_seed(seed))
+
+
+SETTINGS = Settings(learning_rate=1e-2, batch=8, length=24, evaluate_every=20, save_every=20)
+STAGE = BlockDraft.model_validate({"samples": 300, "rank": 16, "window": 12, "anchors": 8, "draft_length": 4})
+
+
+@pytest.fixture
+def given(packed: Path, tiny: Tiny, tmp_path: Path) -> StageContext:
+    """What the pipeline gives to a stage, on a text in which every token is a function of the one before."""
+    model, rule = shutil.copytree(packed, tmp_path / "run") / "model", [1]
+    while len(rule) < 24 * 400:
+        rule.append((rule[-1] + 7) % 97)
+    run = RunContext(Recipe.load("int4-block-draft"))
+    held_out = torch.tensor(rule[7:607]).view(12, 50)
+    work, budget = tmp_path / "work", Budget(tokens=24 * 8 * 100)
+    return StageContext(run, tiny("llama"), model, None, np.array(rule), held_out, work, SETTINGS, budget)
+
+
+def test_a_drafter_learns_and_changes_no_text(given: StageContext, tmp_path: Path) -> None:
+    out, notes = tmp_path / "block", list[str]()
+    given = replace(given, run=replace(given.run, note=notes.append))
+    stage = STAGE.model_copy(update={"continuations": "none", "distill": 0.0})
+    found = block_draft.run(stage, given, out)
+    json.dumps(found)
+    assert found["windows"] == 300 and found["steps"] == 100 and found["begins_as_the_last_layer"]
+    assert found["best"] < 0.5 * found["before"]
+    about = read_description(out)
+    assert about.length == 4 and about.rank == 16
+    target = load(given.model)
+    prompts = windows(6, 8, seed=7).tolist()
+    expected = Speculator(target).generate(prompts, 40, stop=())
+    drafter = BlockDrafter(load_network(out, target))
+    drafted = Speculator(target, drafter, 8).generate(prompts, 40, stop=())
+    assert [one.tokens for one in drafted] == [one.tokens for one in expected]
+    assert total([one.metrics for one in drafted]).drafted > 0
+    assert any("300 windows of 24 tokens" in line for line in notes)
+    # In the run folder it is what drafts.
+    shutil.copytree(out, given.model.parent / "block")
+    assert isinstance(drafter_by_name(load(given.model)).drafter, BlockDrafter)
+
+
+def test_tokens_a_round_grow_on_what_the_target_writes(given: StageContext, tmp_path: Path) -> None:
+    given = replace(given, tokens=windows(1, 24 * 400)[0].numpy(), held_out=windows(12, 50, 1))
+    found = block_draft.run(STAGE, given, tmp_path / "block")
+    assert found["tokens_per_round"]["after"] > 1.2 * found["tokens_per_round"]["before"]
+
+
+@pytest.mark.slow
+def test_a_stopped_stage_goes_on_to_the_same_bytes(
+    given: StageContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = replace(given, budget=Budget(tokens=24 * 8 * 30))
+    block_draft.run(STAGE, replace(given, work=tmp_path / "one"), tmp_path / "a")
+    steps = 0
+
+    class Stopping(BlockTask):
+        def loss(self, batch: torch.Tensor, progress: float) -> Any:
+            nonlocal steps
+            steps += 1
+            if steps == 23:
+                raise KeyboardInterrupt
+            return super().loss(batch, progress)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(block_draft, "BlockTask", Stopping)
+        with pytest.raises(KeyboardInterrupt):
+            block_draft.run(STAGE, replace(given, work=tmp_path / "two"), tmp_path / "b")
+    block_draft.run(STAGE, replace(given, work=tmp_path / "two"), tmp_path / "b")
+    for name in (DESCRIPTION, WEIGHTS):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert steps == 23
+
+
+def test_the_teacher_is_the_target(target: Model, tmp_path: Path) -> None:
+    """Its logits of kept states are those of a forward, but for float16."""
+    decoder = target.decoder
+    assert isinstance(decoder, BaseDecoder)
+    source = Source(windows(3), "none", 6)
+    found = collect(target, source, tmp_path, {}, None, lambda *_: None, (1, 2))
+    tokens, states = found.read([2])
+    assert states.shape == (1, 24, 128)
+    cache = decoder.new_cache()
+    out = decoder.forward(tokens[0], Rows.chains([(cache.open(24), 0, 24)]), cache)
+    head = Head.of(decoder, tables(target.path, decoder)[1].float())
+    assert torch.allclose(head.logits(states[0, :, 64:]), out.logits, atol=0.02)
+
+
+# Mistakes.
+
+
+def test_what_goes_wrong_is_said(given: StageContext, tiny: Tiny, tmp_path: Path) -> None:
+    out = tmp_path / "block"
+
+    def refused(stage: BlockDraft = STAGE, **changes: Any) -> str:
+        with pytest.raises(USER_ERRORS) as error:
+            block_draft.run(stage, replace(given, **changes), out)
+        return str(error.value)
+
+    assert "at most the model's 2 layers, found [1, 3]" in refused(STAGE.model_copy(update={"taps": (1, 3)}))
+    assert "in the last place" in refused(STAGE.model_copy(update={"taps": (2, 1)}))
+    assert "Specpress' own kernels" in refused(model=tiny("gpt2"))
+    assert "the training text is too short" in refused(tokens=given.tokens[:20])
+    assert "at least 5 tokens beside the prompt's 1" in refused(settings=replace(SETTINGS, length=5))
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"layers": 4}, "layers"),
+        ({"scheme": "int8-static"}, "no calibration"),
+        ({"scheme": "int9"}, "scheme"),
+        ({"taps": [1, 1]}, "different numbers"),
+        ({"distill": 2}, "distill"),
+        ({"colour": 1}, "colour"),
+    ],
+)
+def test_wrong_keys_are_refused(keys: dict[str, Any], said: str) -> None:
+    assert BlockDraft.model_validate({"taps": [0, 2]}).taps == (0, 2)
+    with pytest.raises(ValidationError, match=said):
+        BlockDraft.model_validate(keys)

@@ -1,0 +1,259 @@
+"""The block drafter: its files, its network as it was trained, trees that change no text, states that are missing."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from compress.block_draft.network import BlockNetwork as Trained
+from compress.block_draft.network import Blocks
+from runtime import Model, Speculator, load
+from runtime.checkpoints.block_draft import DESCRIPTION, WEIGHTS, Description, read_description, read_weights
+from runtime.engine.metrics import total
+from runtime.errors import UserError
+from runtime.model.base import BaseDecoder
+from runtime.sampling.params import Sampling
+from runtime.speculate import CacheOptions
+from runtime.speculative.draft import Request, TakenStates
+from runtime.speculative.drafters.block import BlockDrafter
+from runtime.speculative.drafters.block_network import BlockNetwork, Seen, load_network, tables
+from runtime.speculative.drafters.by_name import drafter_by_name
+from runtime.speculative.drafters.fallback import ChainedDrafter
+from runtime.speculative.drafters.lookup import LookupDrafter
+from runtime.speculative.verify import require_sound
+from tests.conftest import write_block
+
+Tiny = Callable[..., Path]
+TinyPacked = Callable[[str], Path]
+PROMPTS = ["def f(x):", "import os", "a", "class Tree:\n    def"]
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=0.9, seed=3),
+    Sampling(repetition_penalty=1.3),
+    Sampling(temperature=1.2, top_k=5, seed=4, presence_penalty=0.5),
+]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_packed: TinyPacked, kernels: str) -> Model:
+    return load(tiny_packed("int8"), kernels=kernels)
+
+
+@pytest.fixture
+def folder(target: Model, tmp_path: Path) -> Path:
+    return write_block(target.path, tmp_path / "block")
+
+
+# Files.
+
+
+def test_a_description_is_read_as_it_was_written(folder: Path) -> None:
+    about = read_description(folder)
+    assert about.taps == (1, 2) and about.shapes()["layers.1.down"] == (64, about.intermediate_size)
+    assert {name: tuple(one.shape) for name, one in read_weights(folder, about).items()} == about.shapes()
+    (folder / DESCRIPTION).write_text(about.to_json())
+    assert read_description(folder) == about
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"version": 2}, "version must be 1, found 2"),
+        ({"window": None}, "the key window is missing"),
+        ({"colour": 1}, "the key colour is unknown"),
+        ({"length": "3"}, "length must be of type int, found '3'"),
+        ({"taps": [0.5]}, "taps must be a list of whole numbers"),
+        ({"taps": []}, "must be at least 1"),
+        ({"norm_eps": 0}, "norm_eps must be a number above 0"),
+        ({"kv_heads": 3}, "share keys evenly"),
+        ({"scheme": "int9"}, "scheme 'int9' is unknown"),
+        ({"taps": [1, 3]}, "does not fit"),
+        ({"hidden_size": 32}, "does not fit"),
+        ({"rank": 4}, "implies the tensor of_token of shape (8, 64), found (16, 64)"),
+        ({"target": "00"}, "were trained on other weights than those of int8"),
+    ],
+)
+def test_wrong_descriptions_are_refused(target: Model, folder: Path, changes: dict[str, Any], said: str) -> None:
+    load_network(folder, target)
+    data = json.loads((folder / DESCRIPTION).read_text()) | changes
+    (folder / DESCRIPTION).write_text(json.dumps({key: value for key, value in data.items() if value is not None}))
+    with pytest.raises(UserError) as error:
+        load_network(folder, target)
+    assert said in str(error.value) and "block" in str(error.value)
+
+
+def test_targets_without_hidden_states_are_refused(folder: Path, tiny: Tiny) -> None:
+    with pytest.raises(UserError, match="use another drafter"):
+        load_network(folder, load(tiny("gpt2")))
+
+
+# The network.
+
+
+def test_the_network_says_what_it_was_trained_to_say(target: Model, folder: Path) -> None:
+    """Places, memory and confidence, of a text whose window has begun and one that is shorter than it."""
+    about, decoder = read_description(folder), target.decoder
+    assert isinstance(decoder, BaseDecoder)
+    trained = Trained(about, *tables(target.path, decoder))
+    trained.load_state_dict({name: tensor.float() for name, tensor in read_weights(folder, about).items()})
+    network, states = load_network(folder, target), torch.randn(40, 128)
+    anchors, tokens = torch.tensor([[30, 5]]), torch.randint(0, 320, (1, 2, about.length))
+    with torch.no_grad():
+        wanted = trained(Blocks(states[None], anchors, tokens))
+    seen = []
+    for end in anchors[0].tolist():
+        first = max(0, end - about.window)
+        fused = network.fused(states[first:end])
+        seen.append(Seen(network.keys_values(fused, torch.arange(first, end)), fused[-1], end))
+    for i, places in enumerate(network.draft(seen, tokens[0, :, 0].tolist(), about.length)):
+        memory = np.zeros(about.rank, np.float32)
+        for place in range(about.length):
+            memory = network.memory.after(memory, int(tokens[0, i, place]), places.of_row[place])
+            logits = torch.from_numpy(places.base[place] + network.memory.adds @ memory)
+            assert torch.allclose(logits, wanted.logits[i, place], atol=2e-3)
+            sure = network.memory.is_right(places.rows[place], memory, float(logits.log_softmax(0).max()))
+            assert sure == pytest.approx(float(wanted.confidence[i, place].sigmoid()), abs=1e-3)
+
+
+@pytest.mark.parametrize("scheme", ["int8-dynamic", "int4"])
+def test_matrices_in_few_bits_say_nearly_the_same(target: Model, tmp_path: Path, scheme: str) -> None:
+    known = load_network(write_block(target.path, tmp_path / "block"), target)
+    other = load_network(write_block(target.path, tmp_path / "packed", scheme=scheme), target)
+    states = torch.randn(7, 128)
+    found = known.fused(states), other.fused(states)
+    assert 1e-4 < float((found[0] - found[1]).norm() / found[0].norm()) < 0.2
+
+
+# Drafts.
+
+
+class Chains(BlockDrafter):
+    def __init__(self, network: BlockNetwork, verify: Any = "coupled") -> None:
+        super().__init__(network, verify, branch=1)
+
+
+@pytest.mark.parametrize("kind", [BlockDrafter, Chains])
+def test_texts_are_those_of_plain_decoding(target: Model, folder: Path, kind: type[BlockDrafter]) -> None:
+    """Greedy and sampled, in one batch, in pages; trees and chains are drafted, and something of them is right."""
+    network = load_network(folder, target)
+    prompts = [*PROMPTS, "x = 1\n" * 60]
+    for rule in ("coupled", "rejection"):
+        for sampling in SAMPLINGS if rule == "coupled" else SAMPLINGS[:1]:
+            plain = Speculator(target).generate(prompts, 24, sampling, stop=())
+            fast = Speculator(target, kind(network, rule), 6, rule, cache=CacheOptions(pages=40))
+            found = fast.generate(prompts, 24, sampling, stop=())
+            assert [r.tokens for r in found] == [r.tokens for r in plain]
+            assert total([r.metrics for r in found]).drafted > 0
+
+
+def test_a_network_that_knows_the_text_is_accepted(target: Model, folder: Path) -> None:
+    """One that is told what follows."""
+    [plain] = Speculator(target).generate([[5, 9, 7]], 30, stop=())
+    network, text = load_network(folder, target), [5, 9, 7, *plain.tokens]
+
+    class Knows(BlockDrafter):
+        def _candidates(self, request: Request, path: list[int], *rest: Any) -> Any:
+            found = super()._candidates(request, path, *rest)
+            at = len(request.tokens) + len(path)
+            right = text[at] if at < len(text) else 0
+            return type(found)([right, *found.tokens], [0.9, *found.shares], [0.9, *found.promises])
+
+    knows = Knows(network)
+    knows._native = None  # trees of native kernels do not ask
+    [result] = Speculator(target, knows, 6).generate([[5, 9, 7]], 30, stop=())
+    assert result.tokens == plain.tokens and result.metrics.tokens_per_round > 4
+
+
+def test_native_trees_are_those_of_torch(target: Model, folder: Path) -> None:
+    """Two texts whose states come in pieces of all sizes, until the window has moved on several times."""
+    network, text, states = load_network(folder, target), torch.randint(0, 320, (120,)).tolist(), torch.randn(120, 128)
+    if BlockDrafter(network)._native is None:
+        pytest.skip("these kernels are not native")
+    for branch in (1, 4):
+        made = [BlockDrafter(network, branch=branch) for _ in range(2)]
+        made[1]._native, at = None, 0
+        for count in (1, 5, 20, 3, 19, 2, 40, 1, 1, 25):
+            requests = [Request(i, text[: at + count + 1], 1, Sampling(), 200) for i in range(2)]
+            for drafter in made:
+                drafter.read([TakenStates(request, at, states[at : at + count]) for request in requests])
+            at += count
+            found = [drafter.propose(requests, [8, 3]) for drafter in made]
+            assert found[0] == found[1] and len(found[0][0].tokens) >= len(found[0][1].tokens) > 0
+
+
+def test_drafts_are_trees_within_their_budgets(target: Model, folder: Path) -> None:
+    drafter, states = BlockDrafter(load_network(folder, target)), torch.randn(9, 128)
+    request = Request(1, list(range(1, 11)), 10, Sampling(), 20)
+    assert drafter.propose([request], [5])[0].tokens == []
+    drafter.read([TakenStates(request, 0, states[:4]), TakenStates(request, 4, states[4:])])
+    [draft] = drafter.propose([request], [5])
+    require_sound(draft, 5, 320)
+    assert draft.tokens and max(draft.depths) < 5
+    # One whose last state is missing is not drafted for, nor one that another text stands before.
+    request.tokens.append(3)
+    assert drafter.propose([request], [5])[0].tokens == []
+    drafter.read([TakenStates(request, 10, states[:1])])
+    assert drafter.propose([request], [5])[0].tokens == []
+    # With the next token it begins anew behind the gap.
+    request.tokens.append(3)
+    assert drafter.propose([request, request], [3, 0])[0].tokens != []
+    drafter.close(request)
+    assert drafter.propose([request], [5])[0].tokens == []
+
+
+def test_drafts_do_not_depend_on_how_states_came(target: Model, folder: Path) -> None:
+    """At once, token by token with drafts between, or the window alone: the same draft."""
+    network, states = load_network(folder, target), torch.randn(60, 128)
+    window, text = network.about.window, torch.randint(0, 320, (61,)).tolist()
+
+    def drafted(first: int, pieces: list[int], asked: bool) -> tuple[list[int], list[int]]:
+        drafter, at = BlockDrafter(network), first
+        for count in pieces:
+            request = Request(1, text[: at + count + 1], 1, Sampling(), 100)
+            drafter.read([TakenStates(request, at, states[at : at + count])])
+            at += count
+            if asked or at == 60:
+                [draft] = drafter.propose([request], [6])
+        return draft.tokens, draft.parents
+
+    known = drafted(0, [60], False)
+    assert known[0]
+    assert known == drafted(0, [1, 2, 30, 20, 1, 6], False) == drafted(0, [2] * 30, True)
+    assert known == drafted(60 - window, [window], False)
+
+
+def test_heads_of_a_target_by_name(target: Model, folder: Path) -> None:
+    found = drafter_by_name(target, "block", draft=folder).drafter
+    assert isinstance(found, BlockDrafter)
+    chained = drafter_by_name(target, "lookup+block", draft=folder).drafter
+    assert isinstance(chained, ChainedDrafter) and chained.taps == found.taps
+    assert isinstance(chained.drafters[0], LookupDrafter)
+    with pytest.raises(UserError, match="block-draft"):
+        drafter_by_name(target, "block")
+    with pytest.raises(UserError, match="leave out one"):
+        drafter_by_name(target, "lookup", draft=folder)
+
+
+def test_damaged_weights_are_said(target: Model, folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    tensors["norm"][0] = torch.nan
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    drafter = BlockDrafter(load_network(folder, target))
+    request = Request(1, [1, 2], 2, Sampling(), 20)
+    drafter.read([TakenStates(request, 0, torch.randn(1, 128))])
+    with pytest.raises(UserError, match="NaN"):
+        drafter.propose([request], [4])
+
+
+def test_descriptions_that_are_none() -> None:
+    known: dict[str, Any] = {"taps": (1,), "length": 4, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8}
+    known |= {"intermediate_size": 8, "window": 4, "rank": 2, "hidden_size": 8, "vocab_size": 9, "scheme": ""}
+    assert Description(**known, target="").layers == 1
+    for change in ({"length": 0}, {"taps": ()}, {"head_dim": 7}):
+        with pytest.raises(ValueError, match="found"):
+            Description(**known | change, target="")
