@@ -1,0 +1,135 @@
+"""`specpress cluster`: the engines of one file as replicas on a Ray cluster."""
+
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from runtime.cli import without_traceback
+from runtime.errors import UserError
+
+if TYPE_CHECKING:
+    from runtime.serve.ray_config import ClusterConfig
+
+app = typer.Typer(
+    add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True,
+    help="Serve one model by replicas on a Ray cluster, which survive the loss of machines. See docs/scale.md.",
+)  # fmt: skip
+Config = Annotated[Path, typer.Argument(help="The cluster's YAML file.", show_default=False)]
+APPLICATION = "specpress"
+_OBJECTS = 200_000_000  # bytes of Ray's object store on a cluster of our own: events are small
+
+
+@app.command()
+def up(
+    config: Config,
+    detach: Annotated[bool, typer.Option("--detach", help="End the command, and leave the application there.")] = False,
+) -> None:
+    """Starts the application on the cluster at the file's `address`, and says where it answers.
+
+    Ctrl-C or SIGTERM takes it away again. Nodes join beforehand or later: ray start --head on the first machine, and
+    ray start --address HOST:6379 on each other one, with --resources where the file names some.
+    """
+    with without_traceback():
+        told, address = _read(config), ""
+        if detach and told.address == "local":
+            raise UserError("--detach: a cluster with address: local ends with the command; leave one of the two out")
+        with _connected(told):
+            address = run_application(told)
+            typer.echo(f"ready: {address}")
+            if not detach:
+                _wait_for_signal()
+                remove_application()
+
+
+@app.command()
+def down(config: Config) -> None:
+    """Takes the application away from the cluster; texts in flight end with an error."""
+    with without_traceback():
+        told = _read(config)
+        with _connected(told):
+            remove_application()
+
+
+@app.command()
+def file(config: Config) -> None:
+    """Prints the file for Ray's own command: specpress cluster file CONFIG > serve.yaml && serve run serve.yaml."""
+    with without_traceback():
+        told = _read(config)
+        import yaml
+
+        from runtime.serve.ray_app import serve_file
+
+        typer.echo(yaml.safe_dump(serve_file(told), sort_keys=False), nl=False)
+
+
+def run_application(told: "ClusterConfig") -> str:
+    """Runs the application on the cluster that this process is connected to; its address, once it answers.
+
+    Raises UserError where no replica starts.
+    """
+    from ray import serve
+    from ray.serve.config import HTTPOptions
+
+    from runtime.serve.ray_app import application
+
+    serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=told.host, port=told.port))
+    try:
+        serve.run(application(told), name=APPLICATION, route_prefix="/", logging_config={"enable_access_log": False})
+    except RuntimeError as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"the application does not start ({first}): `serve status` and Ray's logs say more") from None
+    return f"http://{told.host}:{told.port}"
+
+
+def remove_application() -> None:
+    """Takes the application away, and Ray Serve with it where nothing else runs on it."""
+    from ray import serve
+
+    serve.delete(APPLICATION)
+    if not serve.status().applications:
+        serve.shutdown()
+
+
+def _read(config: Path) -> "ClusterConfig":
+    from runtime.serve.ray_config import ClusterConfig, require_ray
+
+    require_ray()
+    return ClusterConfig.load(config)
+
+
+class _connected:  # noqa: N801 (used as a function)
+    """Connected to the file's cluster meanwhile. Raises UserError where there is none."""
+
+    def __init__(self, told: "ClusterConfig") -> None:
+        self._told = told
+
+    def __enter__(self) -> None:
+        import ray
+
+        address = self._told.address
+        options: dict[str, Any] = {"address": address}
+        if address == "local":
+            options |= {"include_dashboard": False, "object_store_memory": _OBJECTS}
+        try:
+            ray.init(log_to_driver=False, logging_level="ERROR", **options)
+        except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+            first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+            raise UserError(
+                f"address: no Ray cluster answers at {address!r} ({first}): start one with ray start --head, or say"
+                " address: local"
+            ) from None
+
+    def __exit__(self, *_: object) -> None:
+        import ray
+
+        ray.shutdown()
+
+
+def _wait_for_signal() -> None:
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    stopped.wait()
