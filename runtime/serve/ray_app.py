@@ -66,9 +66,9 @@ def build(told: Mapping[str, Any]) -> Application:
     return application(ClusterConfig.of(dict(told), "args"))
 
 
-def application(config: ClusterConfig) -> Application:
+def application(config: ClusterConfig, engine: type[EngineReplica] = EngineReplica) -> Application:
     """The ingress, bound to the engines."""
-    engines = serve.deployment(EngineReplica, name="engine").options(**engine_options(config))
+    engines = serve.deployment(engine, name="engine").options(**engine_options(config))
     bound = engines.bind(config.model, config.stall)
     ingress = serve.deployment(serve.ingress()(Ingress), name="ingress").options(
         num_replicas=1,
