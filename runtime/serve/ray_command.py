@@ -3,12 +3,13 @@
 import signal
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from runtime.cli import without_traceback
 from runtime.errors import UserError
+from runtime.ray_cluster import LOCAL, connected, first_line, require_ray
 
 if TYPE_CHECKING:
     from runtime.serve.ray_config import ClusterConfig
@@ -19,7 +20,6 @@ app = typer.Typer(
 )  # fmt: skip
 Config = Annotated[Path, typer.Argument(help="The cluster's YAML file.", show_default=False)]
 APPLICATION = "specpress"
-_OBJECTS = 200_000_000  # bytes of Ray's object store on a cluster of our own: events are small
 
 
 @app.command()
@@ -33,10 +33,10 @@ def up(
     ray start --address HOST:6379 on each other one, with --resources where the file names some.
     """
     with without_traceback():
-        told, address = _read(config), ""
-        if detach and told.address == "local":
+        told = _read(config)
+        if detach and told.address == LOCAL:
             raise UserError("--detach: a cluster with address: local ends with the command; leave one of the two out")
-        with _connected(told):
+        with connected(told.address):
             address = run_application(told)
             typer.echo(f"ready: {address}")
             if not detach:
@@ -49,7 +49,7 @@ def down(config: Config) -> None:
     """Takes the application away from the cluster; texts in flight end with an error."""
     with without_traceback():
         told = _read(config)
-        with _connected(told):
+        with connected(told.address):
             remove_application()
 
 
@@ -79,8 +79,9 @@ def run_application(told: "ClusterConfig") -> str:
     try:
         serve.run(application(told), name=APPLICATION, route_prefix="/", logging_config={"enable_access_log": False})
     except RuntimeError as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"the application does not start ({first}): `serve status` and Ray's logs say more") from None
+        raise UserError(
+            f"the application does not start ({first_line(error)}): `serve status` and Ray's logs say more"
+        ) from None
     return f"http://{told.host}:{told.port}"
 
 
@@ -94,38 +95,10 @@ def remove_application() -> None:
 
 
 def _read(config: Path) -> "ClusterConfig":
-    from runtime.serve.ray_config import ClusterConfig, require_ray
+    from runtime.serve.ray_config import ClusterConfig
 
-    require_ray()
+    require_ray(serving=True)
     return ClusterConfig.load(config)
-
-
-class _connected:  # noqa: N801 (used as a function)
-    """Connected to the file's cluster meanwhile. Raises UserError where there is none."""
-
-    def __init__(self, told: "ClusterConfig") -> None:
-        self._told = told
-
-    def __enter__(self) -> None:
-        import ray
-
-        address = self._told.address
-        options: dict[str, Any] = {"address": address}
-        if address == "local":
-            options |= {"include_dashboard": False, "object_store_memory": _OBJECTS}
-        try:
-            ray.init(log_to_driver=False, logging_level="ERROR", **options)
-        except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-            first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-            raise UserError(
-                f"address: no Ray cluster answers at {address!r} ({first}): start one with ray start --head, or say"
-                " address: local"
-            ) from None
-
-    def __exit__(self, *_: object) -> None:
-        import ray
-
-        ray.shutdown()
 
 
 def _wait_for_signal() -> None:

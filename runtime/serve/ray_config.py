@@ -1,6 +1,5 @@
 """What a cluster is told: one YAML file, read by `specpress cluster` and, within another, by `serve run`."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -143,9 +142,3 @@ class ClusterConfig(_Part):
         """Who may ask. Raises UserError for a file of keys that cannot be read."""
         return Access(self.host, self.port, read_keys("api_key_file", self.api_key_file), hosts=self.allow_hosts)
 
-
-def require_ray() -> None:
-    """Raises UserError where the extra `ray` is not installed."""
-    missing = [name for name in ("ray", "fastapi", "uvicorn", "prometheus_client", "llguidance") if not find_spec(name)]
-    if missing:
-        raise UserError(f"a cluster needs {', '.join(missing)}: pip install 'specpress[ray]'")
