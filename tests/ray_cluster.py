@@ -27,9 +27,10 @@ class _Outside:
 
 @dataclass
 class Nodes:
-    """The nodes beside the head, each with room for one engine and one task."""
+    """The nodes beside the head, each with room for one engine and one task. `port`: of Ray's one HTTP proxy."""
 
     cluster: Any
+    port: int
     workers: list[Any] = field(default_factory=list)
 
     def add(self, **resources: float) -> None:
@@ -62,7 +63,7 @@ def nodes(count: int) -> Iterator[Nodes]:
     head = {"num_cpus": 1, "object_store_memory": _OBJECTS, "include_dashboard": False, "_system_config": _DEATHS}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
-        found = Nodes(cluster)
+        found = Nodes(cluster, _free_port())
         for _ in range(count):
             found.add()
         ray.init(cluster.address, runtime_env={"env_vars": _ENVIRONMENT}, log_to_driver=False, logging_level="ERROR")
@@ -73,7 +74,7 @@ def nodes(count: int) -> Iterator[Nodes]:
         cluster.shutdown()
 
 
-def free_port() -> int:
+def _free_port() -> int:
     """One that nobody listens on now."""
     with socket.socket() as end:
         end.bind(("127.0.0.1", 0))

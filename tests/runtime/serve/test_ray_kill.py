@@ -15,7 +15,7 @@ pytest.importorskip("ray")
 from runtime.serve.ray_config import ClusterConfig, Replicas  # noqa: E402
 from tests.mixed_requests import alone as right_answer  # noqa: E402
 from tests.mixed_requests import catalogue, joined  # noqa: E402
-from tests.ray_cluster import Nodes, free_port, kill_one, nodes  # noqa: E402
+from tests.ray_cluster import Nodes, kill_one, nodes  # noqa: E402
 from tests.serving import Running, parsed  # noqa: E402
 
 ENGINE = "ray::ServeReplica:specpress:engine"
@@ -28,9 +28,9 @@ def two() -> Iterator[Nodes]:
         yield found
 
 
-def _told(pair: tuple[Path, Path], **other: Any) -> ClusterConfig:
+def _told(two: Nodes, pair: tuple[Path, Path], **other: Any) -> ClusterConfig:
     replicas = Replicas(least=2, most=2, cpus=0, resources={"engine": 1}, leave=2)
-    fixed = {"target": str(pair[0]), "name": "pair", "port": free_port(), "threads": 1, "replicas": replicas}
+    fixed = {"target": str(pair[0]), "name": "pair", "port": two.port, "threads": 1, "replicas": replicas}
     return ClusterConfig(**fixed | {"drafter": "lookup", "pages": 600, "max_batch": 32} | other)
 
 
@@ -71,20 +71,14 @@ def _wait_replicas(count: int) -> None:
         time.sleep(0.1)
 
 
-def _note(*words: object) -> None:
-    print(f"{time.monotonic() % 1000:.1f}", *words, flush=True)
-
-
 def _disturbed(two: Nodes, server: Running, requests: list[dict[str, Any]], turn: int) -> list[Any]:
     """What is read of the requests, all at once, while a replica is killed, and then a node."""
     before, wanted = _tokens(server), sum(one["max_tokens"] for one in requests)
 
     def kill() -> None:
         _wait_tokens(server, before + wanted / 8)
-        _note("kill replica", _tokens(server) - before)
         kill_one(ENGINE, turn)
         _wait_tokens(server, before + wanted / 2)
-        _note("kill node", _tokens(server) - before, server.metric("specpress:resumed_requests_total"))
         two.kill(turn % 2)
 
     killer = threading.Thread(target=kill)
@@ -92,10 +86,8 @@ def _disturbed(two: Nodes, server: Running, requests: list[dict[str, Any]], turn
     with ThreadPoolExecutor(len(requests)) as pool:
         found = list(pool.map(lambda one: _read(server, one), requests))
     killer.join()
-    _note("read", _tokens(server) - before, server.metric("specpress:resumed_requests_total"))
     two.add()
     _wait_replicas(2)
-    _note("there again")
     return found
 
 
@@ -114,7 +106,7 @@ def test_a_killed_replica_and_a_killed_node_cost_their_streams_a_pause(
 ) -> None:
     requests = _requests(12, 800)
     expected = [right_answer(alone, one) for one in requests]
-    _turns(two, two.server(_told(pair), tmp_path / "log"), requests, expected, 1)
+    _turns(two, two.server(_told(two, pair), tmp_path / "log"), requests, expected, 1)
 
 
 @pytest.mark.slow
@@ -123,7 +115,7 @@ def test_ten_times_a_replica_and_a_node_during_fifty_streams(
 ) -> None:
     requests = _requests(50, 600)
     expected = [right_answer(alone, one) for one in requests]
-    _turns(two, two.server(_told(pair), tmp_path / "log"), requests, expected, 10)
+    _turns(two, two.server(_told(two, pair), tmp_path / "log"), requests, expected, 10)
 
 
 @pytest.mark.slow
@@ -132,7 +124,7 @@ def test_without_resuming_the_streams_of_a_killed_replica_end_with_errors(
 ) -> None:
     requests = _requests(12, 800)
     expected = [right_answer(alone, one) for one in requests]
-    found = _disturbed(two, two.server(_told(pair, resume=False), tmp_path / "log"), requests, 0)
+    found = _disturbed(two, two.server(_told(two, pair, resume=False), tmp_path / "log"), requests, 0)
     assert "engine_down" in found
     assert all(one in ("engine_down", right) for one, right in zip(found, expected, strict=True))
 
@@ -148,7 +140,7 @@ def test_replicas_of_other_kernels_never_go_on_with_a_text(
     from runtime.serve.ray_app import application
     from tests.ray_unequal import Unequal
 
-    told = _told(pair, patience=1.0)
+    told = _told(two, pair, patience=1.0)
     server = two.server(told, tmp_path / "log")
     two.add(other=1)
     two.kill(0)
