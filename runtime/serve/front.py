@@ -30,6 +30,8 @@ class Front:
     state   loading, ready, restarting, failed or closed.
     """
 
+    replicas: Sequence[dict[str, Any]] = ()  # of a cluster
+
     def __init__(self, settings: ModelSettings, listener: Listener, stall: float) -> None:
         self.settings, self._listener, self._stall = settings, listener, stall
         self.about: dict[str, Any] = {}

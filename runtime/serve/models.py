@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -34,6 +34,10 @@ class Writes(Protocol):
     @property
     def pid(self) -> int | None:
         """See Front."""
+
+    @property
+    def replicas(self) -> Sequence[dict[str, Any]]:
+        """Of a cluster: who writes texts."""
 
     async def start(self) -> None:
         """See Front."""

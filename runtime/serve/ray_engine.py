@@ -19,7 +19,7 @@ from runtime.errors import UserError
 from runtime.serve.errors import ApiError
 from runtime.serve.flight import Bell, Flight
 from runtime.serve.front import Front
-from runtime.serve.ray_router import MOST_TOLD, PAGE, Kept
+from runtime.serve.prefixes import MOST_TOLD, PAGE, Kept
 from runtime.serve.settings import ModelSettings
 
 Event = tuple[Any, ...]

@@ -7,6 +7,7 @@ first one would have; one of another fingerprint never does. In place of `Front`
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -20,10 +21,11 @@ from runtime.serve.errors import ApiError, failed, overloaded, unavailable
 from runtime.serve.flight import Bell, Flight, Listener
 from runtime.serve.ray_config import ClusterConfig
 from runtime.serve.ray_engine import as_error
-from runtime.serve.ray_router import page_digests
+from runtime.serve.prefixes import page_digests
 from runtime.serve.settings import ModelSettings
 
 _RETRY = 0.5  # seconds before a text that was begun is offered again, to full queues or to replicas that died
+_NONE = (0, 0, 0, 0)
 _LATER = 5  # seconds that a client is sent away for
 _LOG = logging.getLogger("specpress.serve")
 
@@ -53,6 +55,7 @@ class RayFront:
         self.idle.set()
         self._counts: dict[str, tuple[int, int, int, int]] = {}
         self._lost: set[str] = set()
+        self._texts: Counter[str] = Counter()
         self._where: dict[int, str] = {}  # flight → replica
         self._writers: dict[int, asyncio.Task[None]] = {}
         self._next = 0
@@ -69,12 +72,22 @@ class RayFront:
         used, free = (sum(counts[place] for counts in self._counts.values()) for place in (2, 3))
         return running, len(self.flights) - running, used, free
 
+    @property
+    def replicas(self) -> list[dict[str, Any]]:
+        """Those that wrote some text: how many, pages as they told last, and whether they were lost."""
+        return [
+            {"id": id_, "texts": texts, "pages_used": self._counts.get(id_, _NONE)[2], "lost": id_ in self._lost}
+            for id_, texts in self._texts.items()
+        ]
+
     async def start(self) -> None:
         """Waits for a replica. Raises UserError where none is to be had."""
         try:
-            self.about = await self._engines.about.remote()
+            about = await self._engines.about.remote()
         except (RayError, RayServeException) as error:
             raise UserError(f"no replica starts ({type(error).__name__}): see `serve status`") from None
+        # Of all replicas together: what the admission counts.
+        self.about = about | {"max_batch": about["max_batch"] * self._told.replicas.most}
         self.state = "ready"
 
     def submit(self, asked: dict[str, Any], bell: Bell, tokens: Sequence[int] = ()) -> Flight:
@@ -185,6 +198,7 @@ class RayFront:
             _, replica, fingerprint, counts = event
             self._counts[replica] = counts
             self._where[flight.id], flight.fingerprint = replica, fingerprint
+            self._texts[replica] += 1
             if not flight.accepted:
                 flight.accepted = True
                 flight.bell.ring()
