@@ -75,7 +75,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Simulated:
-    """What came of it: milliseconds by percentile, the share of shared tokens that were not read again, tokens/s, how
+    """What came of it: milliseconds on average and by percentile, the share of shared tokens that were not read again, tokens/s, how
     much of the time a replica computes, the most loaded one over the mean, and the price of a million new tokens."""
 
     latency_ms: dict[str, float]
@@ -218,4 +218,5 @@ def _told(
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    return {f"p{share}": 1e3 * float(np.percentile(seconds, share)) for share in (50, 90, 99)}
+    shares = {f"p{share}": 1e3 * float(np.percentile(seconds, share)) for share in (50, 90, 99)}
+    return {"mean": 1e3 * float(np.mean(seconds)), **shares}

@@ -116,7 +116,8 @@ class ClusterConfig(_Part):
         try:
             found = cls(**content)
         except ValidationError as error:
-            first = error.errors()[0]
+            # A key that does not exist first: what is missing may be it.
+            first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
             key = ".".join(map(str, first["loc"]))
             raise UserError(f"{where}: {key + ': ' if key else ''}{first['msg']}; see docs/scale.md") from None
         except TypeError:
