@@ -17,8 +17,8 @@ from typing import Any
 from compress.artifact.files import write_json
 from compress.artifact.journal import NAME as JOURNAL
 from compress.errors import UserError
-from compress.recipe import Recipe
 from compress.processes import Ended, Say
+from compress.recipe import Recipe
 from runtime.ray_cluster import connected
 
 MACHINE = "machine"  # the resource of which every node has one: who holds it measures alone there

@@ -36,7 +36,9 @@ _DIES_WITH_PARENT = 1  # Linux: prctl's PR_SET_PDEATHSIG
 Event = tuple[Any, ...]
 
 
-def run_there(words: Sequence[str], name: str, recipe: str | None, home: str, before: Mapping[str, bytes]) -> Iterator[Event]:
+def run_there(
+    words: Sequence[str], name: str, recipe: str | None, home: str, before: Mapping[str, bytes]
+) -> Iterator[Event]:
     """Runs compress.run with these words in a folder of this node alone.
 
     name    of the run folder; recipe: the text of the recipe's file, where it is none of the built-in ones.
@@ -80,9 +82,11 @@ def _run(command: Sequence[str], out: Path, home: Path) -> Iterator[Event]:
                 last = line.strip() or last
                 yield ("line", line.rstrip())
             now = _content(folder / JOURNAL)
-            if now and now != journal and (listed := yield from _pieces(folder, sent)) is not None:
-                journal = now
-                yield ("whole", "partial", listed)
+            if now and now != journal:
+                listed = yield from _pieces(folder, sent)
+                if listed is not None:
+                    journal = now
+                    yield ("whole", "partial", listed)
         code = process.wait()
     finally:
         process.kill()

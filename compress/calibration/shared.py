@@ -79,7 +79,9 @@ def follow(order: Order, world: World) -> None:
     # A product's bits may depend on where its factors lie: what was unpickled lies anywhere.
     for tensor in (*block.module.parameters(), *block.module.buffers()):
         tensor.data = tensor.data.clone()
-    args, kwargs = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, (order.call.args, order.call.kwargs))
+    args, kwargs = tree_map(
+        lambda value: value.clone() if isinstance(value, Tensor) else value, (order.call.args, order.call.kwargs)
+    )
     # The windows come from process 0: these take no memory.
     blank = np.broadcast_to(np.float32(0), order.shape)
     inputs = Inputs(Activations(block.number, blank, order.row), replace(order.call, args=args, kwargs=kwargs))

@@ -232,7 +232,9 @@ class _BlockPipeline:
 
     def _stages(self, block: Block, inputs: Inputs | None) -> None:
         wants = self.blocks.wants.get(block.number, {})
-        found: Statistics = collect(block, inputs, wants, self.blocks.few, collect_shared) if wants and inputs is not None else {}
+        found: Statistics = (
+            collect(block, inputs, wants, self.blocks.few, collect_shared) if wants and inputs is not None else {}
+        )
         for stage in self.blocks.stages:
             stage.apply(block, found, inputs)
 

@@ -75,8 +75,12 @@ class Load:
 
 @dataclass(frozen=True)
 class Simulated:
-    """What came of it: milliseconds on average and by percentile, the share of shared tokens that were not read again, tokens/s, how
-    much of the time a replica computes, the most loaded one over the mean, and the price of a million new tokens."""
+    """What came of it.
+
+    latency_ms, ttft_ms  of whole texts and first tokens, from when they were asked for: mean, p50, p90, p99.
+    reuse      of the tokens that prompts share, those that were not read again; busy: of the time, that replicas compute.
+    imbalance  texts of the most loaded replica over the mean; price_per_million: of new tokens.
+    """
 
     latency_ms: dict[str, float]
     ttft_ms: dict[str, float]

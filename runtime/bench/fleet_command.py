@@ -25,7 +25,9 @@ class FleetOptions:
     figures: Annotated[Path, typer.Option(help="A file of one replica's figures; --measure writes it.")]
     measure: Annotated[
         str | None,
-        typer.Option(help="Address of an idle server or one-replica cluster to measure, such as http://127.0.0.1:8000."),
+        typer.Option(
+            help="Address of an idle server or one-replica cluster to measure, such as http://127.0.0.1:8000."
+        ),
     ] = None
     replicas: Annotated[str, typer.Option(help="Replicas, with commas between the numbers.")] = "1,2,4"
     rates: Annotated[str, typer.Option(help="Requests a second, with commas between the numbers.")] = "1,2,4"
@@ -56,7 +58,9 @@ def fleet(options: FleetOptions) -> None:
     names = ("requests", "prompt", "new_tokens", "prefixes", "max_batch", "pages")
     at_least_one({f"--{name.replace('_', '-')}": getattr(options, name) for name in names})
     if options.shared > options.prompt - 1:
-        raise UserError(f"--shared: {options.shared} of {options.prompt} tokens leave none of a prompt's own; share fewer")
+        raise UserError(
+            f"--shared: {options.shared} of {options.prompt} tokens leave none of a prompt's own; share fewer"
+        )
     figures = _figures(options)
     rows: list[dict[str, Any]] = []
     for count in counts:

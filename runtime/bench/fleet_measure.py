@@ -68,7 +68,9 @@ def ask(address: str, bodies: Sequence[dict[str, Any]], due: Sequence[float] | N
         raise UserError(f"{address}: no server answers there ({error}); give http://HOST:PORT") from None
 
 
-def shared_prompts(count: int, tokens: int, shared: int, prefixes: int, new_tokens: int, seed: int) -> list[dict[str, Any]]:
+def shared_prompts(
+    count: int, tokens: int, shared: int, prefixes: int, new_tokens: int, seed: int
+) -> list[dict[str, Any]]:
     """Requests as fleet.Load describes them: the same prefix for each as in the simulation."""
     generator = np.random.default_rng(seed)
     chosen = np.random.default_rng(seed + 1).integers(0, prefixes, count)

@@ -65,8 +65,8 @@ class Flight:
     """
 
     __slots__ = (
-        "accepted", "asked", "bell", "came", "deaths", "details", "error", "figures", "fingerprint", "finish", "first", "id",
-        "last", "prompt_tokens", "tokens",
+        "accepted", "asked", "bell", "came", "deaths", "details", "error", "figures", "fingerprint", "finish", "first",
+        "id", "last", "prompt_tokens", "tokens",
     )  # fmt: skip
 
     def __init__(self, id_: int, asked: dict[str, Any], bell: Bell, tokens: Sequence[int] = ()) -> None:

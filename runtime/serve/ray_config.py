@@ -105,7 +105,9 @@ class ClusterConfig(_Part):
         try:
             content = yaml.safe_load(regular(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise UserError(f"{path}: expected a YAML file, found none that can be read ({type(error).__name__})") from None
+            raise UserError(
+                f"{path}: expected a YAML file, found none that can be read ({type(error).__name__})"
+            ) from None
         return cls.of(content, str(path))
 
     @classmethod
@@ -142,4 +144,3 @@ class ClusterConfig(_Part):
     def access(self) -> Access:
         """Who may ask. Raises UserError for a file of keys that cannot be read."""
         return Access(self.host, self.port, read_keys("api_key_file", self.api_key_file), hosts=self.allow_hosts)
-

@@ -19,9 +19,9 @@ from ray.serve.handle import DeploymentHandle
 from runtime.errors import UserError
 from runtime.serve.errors import ApiError, failed, overloaded, unavailable
 from runtime.serve.flight import Bell, Flight, Listener
+from runtime.serve.prefixes import page_digests
 from runtime.serve.ray_config import ClusterConfig
 from runtime.serve.ray_engine import as_error
-from runtime.serve.prefixes import page_digests
 from runtime.serve.settings import ModelSettings
 
 _RETRY = 0.5  # seconds before a text that was begun is offered again, to full queues or to replicas that died
@@ -46,7 +46,9 @@ class RayFront:
 
     pid = None
 
-    def __init__(self, settings: ModelSettings, listener: Listener, engines: DeploymentHandle, told: ClusterConfig) -> None:
+    def __init__(
+        self, settings: ModelSettings, listener: Listener, engines: DeploymentHandle, told: ClusterConfig
+    ) -> None:
         self.settings, self._listener, self._engines, self._told = settings, listener, engines, told
         self.about: dict[str, Any] = {}
         self.flights: dict[int, Flight] = {}

@@ -36,9 +36,7 @@ class PrefixRouter(RequestRouter):
         asked = pending_request.kwargs
         wanted = asked.get("fingerprint", "")
         fit = [
-            one
-            for one in candidate_replicas
-            if not wanted or one.replica_metadata.get("fingerprint", wanted) == wanted
+            one for one in candidate_replicas if not wanted or one.replica_metadata.get("fingerprint", wanted) == wanted
         ]
         pages = asked.get("pages", ())
         for one in fit:

@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 
 pytest.importorskip("ray")
 
-from compress import ray_runs  # noqa: E402
-from compress.ray_runs import Arriving, Damaged  # noqa: E402
-from compress.sweep import load_recipes, sweep  # noqa: E402
-from tests.ray_cluster import nodes  # noqa: E402
+from compress import ray_runs
+from compress.ray_runs import Arriving, Damaged
+from compress.sweep import load_recipes, sweep
+from tests.ray_cluster import nodes
 
 Tiny = Callable[..., Path]
 RECIPES = "nf4,int8-dynamic,int4-rtn,int4-gptq,int3-gptq,int8-smoothquant"
@@ -94,5 +95,26 @@ def test_a_sweep_on_two_nodes_of_which_one_is_lost(tiny: Tiny, text: Path, tmp_p
     assert ends == dict.fromkeys(names, 0) and len(notes) > len(names), notes
     for node in {one["node"] for one in notes if "node" in one}:
         spans = sorted((one["began"], one["ended"]) for one in notes if one.get("node") == node)
-        assert all(first[1] <= second[0] for first, second in zip(spans, spans[1:], strict=False)), spans
+        assert all(first[1] <= second[0] for first, second in pairwise(spans)), spans
     assert len({one["node"] for one in notes if "node" in one}) >= 2
+
+
+@pytest.mark.slow
+def test_a_plan_whose_candidates_are_compressed_on_nodes(tiny: Tiny, text: Path, tmp_path: Path) -> None:
+    from compress import Recipe
+    from compress.best.budgets import Budgets
+    from compress.best.question import Question
+    from compress.best.start import make_plan
+    from compress.context import RunContext
+
+    small: dict[str, Any] = {"samples": 4, "seq_len": 64, "eval_tokens": 1024, "new_tokens": 8, "threads": 1}
+    model, calib = str(tiny("llama")), str(text)
+    context = RunContext.of(Recipe.load("int8-dynamic"), model=model, out=tmp_path / "plan", calib=calib, **small)
+    with nodes(2), ray_runs.nodes("auto", tmp_path / "notes.json") as found:
+        folder = make_plan(Question(context, Budgets(kl=0.3), wanted=2), False, found)
+    plan = json.loads((folder / "plan.json").read_text())
+    # The winner was made once more here, and the planner itself compares the bytes of its weights.
+    assert (folder / "best" / "report.json").is_file() and plan["winner"]
+    notes = json.loads((tmp_path / "notes.json").read_text())["runs"]
+    assert {one["run"] for one in notes} == {one["key"] for one in plan["candidates"]} and notes
+    assert all(one["code"] == 0 for one in notes)

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from compress.errors import UserError
-from compress.recipe import Recipe
 from compress.processes import Ended, Say, launch
+from compress.recipe import Recipe
 from compress.sweep import app, check_words, load_recipes, sweep
 
 Tiny = Callable[..., Path]

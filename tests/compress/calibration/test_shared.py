@@ -1,4 +1,4 @@
-"""Calibration shared by processes: the same bytes as one process writes, for layers that share inputs and odd counts."""
+"""Calibration shared by processes: the same bytes as one process writes, for an odd number of windows."""
 
 import hashlib
 import os

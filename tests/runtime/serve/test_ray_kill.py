@@ -12,11 +12,11 @@ import pytest
 
 pytest.importorskip("ray")
 
-from runtime.serve.ray_config import ClusterConfig, Replicas  # noqa: E402
-from tests.mixed_requests import alone as right_answer  # noqa: E402
-from tests.mixed_requests import catalogue, joined  # noqa: E402
-from tests.ray_cluster import Nodes, kill_one, nodes  # noqa: E402
-from tests.serving import Running, parsed  # noqa: E402
+from runtime.serve.ray_config import ClusterConfig, Replicas
+from tests.mixed_requests import alone as right_answer
+from tests.mixed_requests import catalogue, joined
+from tests.ray_cluster import Nodes, kill_one, nodes
+from tests.serving import Running, parsed
 
 ENGINE = "ray::ServeReplica:specpress:engine"
 WAIT = 120.0
@@ -136,8 +136,8 @@ def test_replicas_of_other_kernels_never_go_on_with_a_text(
     """One of each: a text whose replica is lost waits for patience, and ends; the others are not touched."""
     from ray import serve
 
-    from runtime.serve.ray_command import APPLICATION
     from runtime.serve.ray_app import application
+    from runtime.serve.ray_command import APPLICATION
     from tests.ray_unequal import Unequal
 
     told = _told(two, pair, patience=1.0)

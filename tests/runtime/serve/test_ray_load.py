@@ -1,11 +1,14 @@
 """Routing by what a prompt begins with, what the ingress costs, and replicas that come and go with the load."""
 
+import json
 import random
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -14,9 +17,9 @@ import pytest
 
 pytest.importorskip("ray")
 
-from runtime.serve.ray_config import ClusterConfig, Replicas, Routing  # noqa: E402
-from tests.ray_cluster import Nodes, nodes  # noqa: E402
-from tests.serving import Running, running  # noqa: E402
+from runtime.serve.ray_config import ClusterConfig, Replicas, Routing
+from tests.ray_cluster import Nodes, nodes
+from tests.serving import Running, running
 
 PREFIXES, TOKENS, REQUESTS, CLIENTS = 4, 1024, 64, 4
 WAIT = 120.0
@@ -60,9 +63,6 @@ def _prompts(count: int) -> list[list[int]]:
 
 def _first_token(server: Running, prompt: list[int]) -> tuple[float, int]:
     """(seconds to the first token, tokens of the prompt that were in the cache)."""
-    from http.client import HTTPConnection
-    import json
-
     body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True, "stream": True}
     body["stream_options"] = {"include_usage": True}
     connection = HTTPConnection("127.0.0.1", server.port, timeout=300)
@@ -86,7 +86,7 @@ def test_prompts_that_begin_alike_go_where_that_is_known(two: Nodes, model: Path
         told = _told(two, model, _replicas(2, 2), pages=56, max_batch=8, routing=Routing(prefix=prefix))
         server = two.server(told, tmp_path / "log")
         with ThreadPoolExecutor(CLIENTS) as pool:
-            seen = list(pool.map(lambda prompt: _first_token(server, prompt), _prompts(REQUESTS)))
+            seen = list(pool.map(partial(_first_token, server), _prompts(REQUESTS)))
         texts = [one["texts"] for one in server.engine()["replicas"]]
         reused = sum(cached for _, cached in seen) / (REQUESTS * TOKENS)
         found[prefix] = median(first for first, _ in seen), reused, max(texts) / mean(texts), len(texts)
@@ -102,7 +102,9 @@ def test_what_the_ingress_costs(two: Nodes, model: Path, tmp_path: Path) -> None
     from runtime.bench.http import streams
 
     server = two.server(_told(two, model, _replicas(1, 1), pages=200), tmp_path / "log")
-    with running(tmp_path / "alone", [f"pair={model}"], "--threads", "1", "--drafter", "none", "--pages", "200") as alone:
+    with running(
+        tmp_path / "alone", [f"pair={model}"], "--threads", "1", "--drafter", "none", "--pages", "200"
+    ) as alone:
         firsts: dict[int, list[float]] = {server.port: [], alone.port: []}
         rates: dict[int, list[float]] = {server.port: [], alone.port: []}
         for turn in range(9):
@@ -128,9 +130,7 @@ def _counts() -> dict[str, int]:
 
 
 def test_replicas_follow_the_load_and_too_much_is_told_so(two: Nodes, pair: tuple[Path, Path], tmp_path: Path) -> None:
-    told = _told(
-        two, pair[0], _replicas(1, 2, texts=2, up_after=1, down_after=3), max_batch=4, max_queued=4, pages=200
-    )
+    told = _told(two, pair[0], _replicas(1, 2, texts=2, up_after=1, down_after=3), max_batch=4, max_queued=4, pages=200)
     server = two.server(told, tmp_path / "log")
     statuses: Counter[int] = Counter()
     busy = threading.Event()
