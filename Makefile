@@ -128,7 +128,7 @@ RAY_PIP := .ray/bin/python -m pip install --disable-pip-version-check --quiet --
 
 ray: .ray/installed
 	OMP_NUM_THREADS=1 .ray/bin/python -m pytest -m "" $(wildcard tests/runtime/serve/test_ray*.py) \
-		tests/compress/test_ray_runs.py tests/runtime/bench/test_fleet_cluster.py
+		tests/compress/remote/test_runs.py tests/runtime/bench/test_fleet_cluster.py
 
 .ray/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .ray

@@ -68,9 +68,9 @@ def _sweep(
 
     if address is None:
         return sweep(chosen, out, words, force, say=say)
-    from compress import ray_runs
+    from compress.remote import runs as remote
 
-    with ray_runs.nodes(address, out / ray_runs.NOTES) as nodes:
+    with remote.nodes(address, out / remote.NOTES) as nodes:
         return sweep(chosen, out, words, force, say=say, launch=nodes.launch, at_once=nodes.count)
 
 

@@ -116,9 +116,9 @@ def _main(
         if ray is None:
             folder = make_plan(asked, force)
         else:
-            from compress import ray_runs
+            from compress.remote import runs as remote
 
-            with ray_runs.nodes(ray, context.folder.with_name(f"{context.folder.name}.{ray_runs.NOTES}")) as nodes:
+            with remote.nodes(ray, context.folder.with_name(f"{context.folder.name}.{remote.NOTES}")) as nodes:
                 folder = make_plan(asked, force, nodes)
     text = (folder / "plan.md").read_text(encoding="utf-8").split("\n## Bits")[0]
     print(text, file=sys.stdout)

@@ -14,7 +14,7 @@ from compress.errors import UserError
 from compress.processes import Ended, all_of
 
 if TYPE_CHECKING:
-    from compress.ray_runs import Nodes
+    from compress.remote.runs import Nodes
 
 # What a run of compress.run is not told of, or is told by whoever runs it.
 _OWN = ("recipe", "out", "resume", "force", "command", "progress", "note", "shard_bytes", "memory_budget", "speed")

@@ -34,7 +34,7 @@ from compress.report.timing import Work
 from runtime import load
 
 if TYPE_CHECKING:
-    from compress.ray_runs import Nodes
+    from compress.remote.runs import Nodes
     from runtime.model.load import Model
 
 # A budget of quality is aimed at a little below, and below what broke it.

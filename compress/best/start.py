@@ -14,7 +14,7 @@ from compress.best.run import Planner
 from compress.errors import USER_ERRORS, UserError
 
 if TYPE_CHECKING:
-    from compress.ray_runs import Nodes
+    from compress.remote.runs import Nodes
 
 
 def make_plan(asked: Question, force: bool, nodes: "Nodes | None" = None) -> Path:

@@ -32,8 +32,8 @@ def collect(
 
     Layers that read one tensor (q, k and v) share one Moments where they want the same. `few` says what becomes of
     experts that saw too few tokens: their layers go to `block.starved` and have no moments, or they are shown every
-    token in a second pass. What each expert saw goes to `block.experts`. `walk` takes the windows through a block without
-    experts; None: this process alone does.
+    token in a second pass. What each expert saw goes to `block.experts`. `walk` takes the windows through a block
+    without experts; None: this process alone does.
     Raises UserError for NaN and infinity, naming window and layer.
     """
     collector = Collector(block, wants)

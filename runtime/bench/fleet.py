@@ -78,7 +78,7 @@ class Simulated:
     """What came of it.
 
     latency_ms, ttft_ms  of whole texts and first tokens, from when they were asked for: mean, p50, p90, p99.
-    reuse      of the tokens that prompts share, those that were not read again; busy: of the time, that replicas compute.
+    reuse      of the tokens that prompts share, those not read again; busy: share of the time that replicas compute.
     imbalance  texts of the most loaded replica over the mean; price_per_million: of new tokens.
     """
 
@@ -211,8 +211,8 @@ def _told(
     tokens = load.requests * load.new_tokens
     texts = [one.texts for one in replicas]
     return Simulated(
-        _percentiles([ended - text.came for text, ended in done]),
-        _percentiles([text.first - text.came for text, _ in done]),
+        percentiles([ended - text.came for text, ended in done]),
+        percentiles([text.first - text.came for text, _ in done]),
         reused / max(1, load.requests * (load.shared // PAGE) * PAGE),
         tokens / end,
         sum(one.busy for one in replicas) / (end * fleet.replicas),
@@ -221,6 +221,7 @@ def _told(
     )
 
 
-def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
+def percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """Milliseconds of these seconds: mean, p50, p90, p99."""
     shares = {f"p{share}": 1e3 * float(np.percentile(seconds, share)) for share in (50, 90, 99)}
     return {"mean": 1e3 * float(np.mean(seconds)), **shares}

@@ -1,7 +1,8 @@
 """The command `fleet` of `python -m runtime.bench`: a capacity plan from one replica's figures."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +29,16 @@ class FleetOptions:
         typer.Option(
             help="Address of an idle server or one-replica cluster to measure, such as http://127.0.0.1:8000."
         ),
+    ] = None
+    check: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of a cluster with the first number of replicas: the same is asked of it, and timed."
+        ),
+    ] = None
+    check: Annotated[
+        str | None,
+        typer.Option(help="Address of a cluster with the first number of replicas: asked for the same, and timed."),
     ] = None
     replicas: Annotated[str, typer.Option(help="Replicas, with commas between the numbers.")] = "1,2,4"
     rates: Annotated[str, typer.Option(help="Requests a second, with commas between the numbers.")] = "1,2,4"
@@ -62,22 +73,24 @@ def fleet(options: FleetOptions) -> None:
             f"--shared: {options.shared} of {options.prompt} tokens leave none of a prompt's own; share fewer"
         )
     figures = _figures(options)
+    one = Fleet(
+        1, options.max_batch, options.pages, not options.any_replica, at_once=options.at_once, price=options.price
+    )
+    asked = Load(
+        1.0, options.requests, options.prompt, options.new_tokens, options.shared, options.prefixes, options.seed
+    )
     rows: list[dict[str, Any]] = []
-    for count in counts:
-        for rate in rates:
-            found = simulate(
-                figures,
-                Fleet(
-                    count, options.max_batch, options.pages, not options.any_replica,
-                    at_once=options.at_once, price=options.price,
-                ),
-                Load(
-                    rate, options.requests, options.prompt, options.new_tokens,
-                    options.shared, options.prefixes, options.seed,
-                ),
-            )  # fmt: skip
-            rows.append({"replicas": count, "rate": rate, **asdict(found)})
+    for count, rate in product(counts, rates):
+        load = replace(asked, rate=rate)
+        row = {"replicas": count, "rate": rate, **asdict(simulate(figures, replace(one, replicas=count), load))}
+        if options.check is not None and count == counts[0]:
+            from runtime.bench.fleet_measure import checked
+
+            row["measured"] = checked(options.check, load)
+        rows.append(row)
     keys = "replicas rate ttft_ms.p50 ttft_ms.p90 latency_ms.p50 latency_ms.p90 tokens_per_second reuse busy imbalance"
+    if options.check is not None:
+        keys += " measured.p50 measured.p90"
     if options.price:
         keys += " price_per_million"
     out = console(132)

@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from runtime.bench.fleet import Figures
+from runtime.bench.fleet import Figures, Load, percentiles
+from runtime.bench.load import arrivals
 from runtime.errors import UserError
 
 _SHORT, _LONG = 16, 512  # tokens of the prompts whose first tokens tell what a row costs
@@ -68,15 +69,22 @@ def ask(address: str, bodies: Sequence[dict[str, Any]], due: Sequence[float] | N
         raise UserError(f"{address}: no server answers there ({error}); give http://HOST:PORT") from None
 
 
-def shared_prompts(
-    count: int, tokens: int, shared: int, prefixes: int, new_tokens: int, seed: int
-) -> list[dict[str, Any]]:
-    """Requests as fleet.Load describes them: the same prefix for each as in the simulation."""
-    generator = np.random.default_rng(seed)
-    chosen = np.random.default_rng(seed + 1).integers(0, prefixes, count)
-    begins = generator.integers(3, _HIGHEST_ID, (prefixes, shared)).tolist()
-    ends = generator.integers(3, _HIGHEST_ID, (count, tokens - shared)).tolist()
-    return [_asked(begins[which] + end, new_tokens) for which, end in zip(chosen, ends, strict=True)]
+def checked(address: str, load: Load) -> dict[str, float]:
+    """Milliseconds of whole texts, by percentile, where the load comes to a server as in the simulation.
+
+    Raises UserError where nothing answers, or a request is refused.
+    """
+    bodies = shared_prompts(load)
+    return percentiles([one.last for one in ask(address, bodies, arrivals(load.rate, load.requests, load.seed))])
+
+
+def shared_prompts(load: Load) -> list[dict[str, Any]]:
+    """The load's requests: the same prefix for each as in the simulation, random tokens otherwise."""
+    generator = np.random.default_rng(load.seed)
+    chosen = np.random.default_rng(load.seed + 1).integers(0, load.prefixes, load.requests)
+    begins = generator.integers(3, _HIGHEST_ID, (load.prefixes, load.shared)).tolist()
+    ends = generator.integers(3, _HIGHEST_ID, (load.requests, load.prompt - load.shared)).tolist()
+    return [_asked(begins[which] + end, load.new_tokens) for which, end in zip(chosen, ends, strict=True)]
 
 
 def _asked(prompt: list[int], new_tokens: int) -> dict[str, Any]:

@@ -39,6 +39,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "ratio": ("ratio", ".3f"),
     "in_process.ttft_ms": ("ttft alone", ".2f"), "http.ttft_ms": ("over HTTP", ".2f"),
     "ttft_added_ms": ("added", ".2f"),
+    "measured.p50": ("measured p50", ".1f"), "measured.p90": ("p90", ".1f"),
     "replicas": ("replicas", "d"), "reuse": ("reused", ".0%"), "busy": ("busy", ".0%"),
     "imbalance": ("most / mean", ".2f"), "price_per_million": ("per million tokens", ".2f"),
     "ttft_ms.p90": ("p90", ".1f"), "itl_ms.p50": ("itl p50", ".1f"), "itl_ms.p99": ("p99", ".1f"),

@@ -34,7 +34,9 @@ _TEXTS = 100_000  # that the ingress takes from Ray's proxy: how many is the adm
 class Ingress:
     """OpenAI's HTTP interface in front of the replicas: one, on the head node, beside Ray's own controller."""
 
-    async def __init__(self, told: Mapping[str, Any], engines: DeploymentHandle) -> None:
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, told: Mapping[str, Any], engines: DeploymentHandle
+    ) -> None:
         config = ClusterConfig.of(dict(told), "the cluster's file")
         logging.basicConfig(level=logging.WARNING)
 

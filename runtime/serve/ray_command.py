@@ -9,7 +9,7 @@ import typer
 
 from runtime.cli import without_traceback
 from runtime.errors import UserError
-from runtime.ray_cluster import LOCAL, connected, first_line, require_ray
+from runtime.serve.ray_connection import LOCAL, connected, first_line, require_ray
 
 if TYPE_CHECKING:
     from runtime.serve.ray_config import ClusterConfig

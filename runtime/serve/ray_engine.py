@@ -53,7 +53,7 @@ class Unheard:
 class EngineReplica:
     """One engine. Ray Serve makes it, and calls it."""
 
-    async def __init__(self, settings: ModelSettings, stall: float) -> None:
+    async def __init__(self, settings: ModelSettings, stall: float) -> None:  # type: ignore[misc]  # Ray awaits it
         from ray import serve
 
         self.name = serve.get_replica_context().replica_id.unique_id

@@ -4,14 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
 
-import numpy as np
 import pytest
 
 pytest.importorskip("ray")
 
 from runtime.bench.fleet import Figures, Fleet, Load, simulate
-from runtime.bench.fleet_measure import ask, measure, shared_prompts
-from runtime.bench.load import arrivals
+from runtime.bench.fleet_measure import ask, checked, measure, shared_prompts
 from runtime.serve.ray_config import ClusterConfig, Replicas
 from tests.ray_cluster import Nodes, nodes
 
@@ -26,15 +24,11 @@ def three() -> Iterator[Nodes]:
         yield found
 
 
-def _requests(seed: int, count: int = REQUESTS) -> list[dict[str, object]]:
-    return shared_prompts(count, PROMPT, 64, 3, TOKENS, seed)
-
-
 def _per_second(address: str, texts: int) -> float:
     """Texts a second where so many are always there: in waves."""
     began = perf_counter()
     for wave in range(3):
-        ask(address, _requests(100 + wave, texts))
+        ask(address, shared_prompts(Load(1.0, texts, PROMPT, TOKENS, 64, 3, 100 + wave)))
     return 3 * texts / (perf_counter() - began)
 
 
@@ -56,13 +50,14 @@ def test_the_simulation_is_near_what_a_cluster_does(three: Nodes, tmp_path: Path
         able = _per_second(server.address, count * BATCH)
         for share in SHARES:
             rate, seed = share * able, int(100 * share)
-            seen = ask(server.address, _requests(seed), arrivals(rate, REQUESTS, seed))
             load = Load(rate, REQUESTS, PROMPT, TOKENS, 64, 3, seed)
+            real = checked(server.address, load)
             fleet = Fleet(count, BATCH, 300, at_once=min(count, max(0.5, able / alone)))
             found = simulate(figures, fleet, load).latency_ms
-            for name, percentile in (("p50", 50), ("p90", 90)):
-                real = 1e3 * float(np.percentile([one.last for one in seen], percentile))
-                worst = max(worst, abs(found[name] / real - 1))
-                lines.append(f"{count} at {rate:.1f}/s, {name}: simulated {found[name]:.0f}, measured {real:.0f} ms")
+            for name in ("p50", "p90"):
+                worst = max(worst, abs(found[name] / real[name] - 1))
+                lines.append(
+                    f"{count} at {rate:.1f}/s, {name}: simulated {found[name]:.0f}, measured {real[name]:.0f} ms"
+                )
     print("\n".join(lines))
     assert worst <= NEAR, lines

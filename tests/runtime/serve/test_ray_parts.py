@@ -74,7 +74,7 @@ def test_without_ray_a_sentence_says_what_to_install(tmp_path: Path, monkeypatch
     from runtime.serve.ray_command import app as cluster
 
     real = __import__("importlib.util").util.find_spec
-    monkeypatch.setattr("runtime.ray_cluster.find_spec", lambda name: None if name == "ray" else real(name))
+    monkeypatch.setattr("runtime.serve.ray_connection.find_spec", lambda name: None if name == "ray" else real(name))
     file = tmp_path / "cluster.yaml"
     file.write_text("target: x\n")
     words = ["--recipes", "int8-dynamic", "--out", str(tmp_path / "out"), "--ray", "auto"]

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ def _run(command: Sequence[str], out: Path, home: Path) -> Iterator[Event]:
     yield ("ended", code, last, time.time())
 
 
-def _pieces(folder: Path, sent: dict[str, tuple[Any, str]]) -> Iterator[Any]:
+def _pieces(folder: Path, sent: dict[str, tuple[Any, str]]) -> Generator[Event, None, dict[str, str] | None]:
     """The pieces of files that are new or changed; returns all files' SHA-256, or None where the run went on meanwhile.
 
     sent  what was sent before: size and time of the file, and its SHA-256.

@@ -19,7 +19,7 @@ from compress.artifact.journal import NAME as JOURNAL
 from compress.errors import UserError
 from compress.processes import Ended, Say
 from compress.recipe import Recipe
-from runtime.ray_cluster import connected
+from runtime.serve.ray_connection import connected
 
 MACHINE = "machine"  # the resource of which every node has one: who holds it measures alone there
 ATTEMPTS = 5
@@ -69,7 +69,7 @@ class Nodes:
         """How it ended on one node; None where that was lost."""
         import ray
 
-        from compress.ray_task import run_there
+        from compress.remote.task import run_there
 
         task = ray.remote(run_there).options(
             num_cpus=0, resources={MACHINE: 1}, max_retries=0, num_returns="streaming",

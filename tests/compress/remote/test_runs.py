@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -12,8 +11,8 @@ import pytest
 
 pytest.importorskip("ray")
 
-from compress import ray_runs
-from compress.ray_runs import Arriving, Damaged
+from compress.remote import runs as remote
+from compress.remote.runs import Arriving, Damaged
 from compress.sweep import load_recipes, sweep
 from tests.ray_cluster import nodes
 
@@ -77,7 +76,7 @@ def test_a_sweep_on_two_nodes_of_which_one_is_lost(tiny: Tiny, text: Path, tmp_p
     recipes = load_recipes(RECIPES)
     names = [recipe.name for recipe in recipes.values()]
     sweep(recipes, tmp_path / "here", words)
-    with nodes(2) as cluster, ray_runs.nodes("auto", tmp_path / "notes.json") as found:
+    with nodes(2) as cluster, remote.nodes("auto", tmp_path / "notes.json") as found:
         assert found.count == 2
         lost = threading.Event()
 
@@ -85,7 +84,7 @@ def test_a_sweep_on_two_nodes_of_which_one_is_lost(tiny: Tiny, text: Path, tmp_p
             # A run of several blocks is half done.
             if "block 1 of" in line and not lost.is_set():
                 lost.set()
-                threading.Thread(target=lambda: (time.sleep(1), cluster.kill(0), cluster.add())).start()  # type: ignore[func-returns-value]
+                threading.Timer(1.0, cluster.kill).start()
 
         there = sweep(recipes, tmp_path / "there", words, say=kill, launch=found.launch, at_once=found.count)
     assert lost.is_set() and not any(row.failed for row in there.rows)
@@ -110,7 +109,7 @@ def test_a_plan_whose_candidates_are_compressed_on_nodes(tiny: Tiny, text: Path,
     small: dict[str, Any] = {"samples": 4, "seq_len": 64, "eval_tokens": 1024, "new_tokens": 8, "threads": 1}
     model, calib = str(tiny("llama")), str(text)
     context = RunContext.of(Recipe.load("int8-dynamic"), model=model, out=tmp_path / "plan", calib=calib, **small)
-    with nodes(2), ray_runs.nodes("auto", tmp_path / "notes.json") as found:
+    with nodes(2), remote.nodes("auto", tmp_path / "notes.json") as found:
         folder = make_plan(Question(context, Budgets(kl=0.3), wanted=2), False, found)
     plan = json.loads((folder / "plan.json").read_text())
     # The winner was made once more here, and the planner itself compares the bytes of its weights.
