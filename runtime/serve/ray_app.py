@@ -92,7 +92,9 @@ def engine_options(config: ClusterConfig) -> dict[str, Any]:
         "max_replicas_per_node": replicas.per_node,
         # What a replica takes at once; its engine takes max_batch into one forward, so nothing waits twice.
         "max_ongoing_requests": config.max_batch,
-        "max_queued_requests": config.max_queued,
+        # How many wait is the admission's to say. Ray counts those on their way, too, and would refuse a burst that
+        # idle replicas could take.
+        "max_queued_requests": -1,
         "graceful_shutdown_timeout_s": replicas.leave,
         "graceful_shutdown_wait_loop_s": 1.0,
         "health_check_period_s": 2.0,

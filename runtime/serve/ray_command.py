@@ -36,7 +36,8 @@ def up(
         told = _read(config)
         if detach and told.address == LOCAL:
             raise UserError("--detach: a cluster with address: local ends with the command; leave one of the two out")
-        with connected(told.address):
+        with connected(told.address, resources=dict(told.replicas.resources)):
+            _note_missing(told)
             address = run_application(told)
             typer.echo(f"ready: {address}")
             if not detach:
@@ -83,6 +84,18 @@ def run_application(told: "ClusterConfig") -> str:
             f"the application does not start ({first_line(error)}): `serve status` and Ray's logs say more"
         ) from None
     return f"http://{told.host}:{told.port}"
+
+
+def _note_missing(told: "ClusterConfig") -> None:
+    """Says what the command waits for, where no node of the cluster has it yet."""
+    import ray
+
+    there = ray.cluster_resources()
+    missing = [name for name, count in told.replicas.resources.items() if there.get(name, 0) < count]
+    if missing:
+        typer.echo(
+            f"note: no node of the cluster has {', '.join(missing)} yet, which a replica needs: waiting", err=True
+        )
 
 
 def remove_application() -> None:

@@ -13,20 +13,19 @@ from contextlib import suppress
 from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from runtime.errors import UserError
-from runtime.serve.errors import ApiError, failed, overloaded, unavailable
+from runtime.serve.errors import ApiError, failed, unavailable
 from runtime.serve.flight import Bell, Flight, Listener
 from runtime.serve.prefixes import page_digests
 from runtime.serve.ray_config import ClusterConfig
 from runtime.serve.ray_engine import as_error
 from runtime.serve.settings import ModelSettings
 
-_RETRY = 0.5  # seconds before a text that was begun is offered again, to full queues or to replicas that died
+_RETRY = 0.5  # seconds before a text that was begun is offered again, where replicas died or are unequal
 _NONE = (0, 0, 0, 0)
-_LATER = 5  # seconds that a client is sent away for
 _LOG = logging.getLogger("specpress.serve")
 
 
@@ -139,10 +138,6 @@ class RayFront:
                     await self._ask(flight)
                 except Unequal:
                     await asyncio.sleep(_RETRY)
-                except BackPressureError:
-                    if not flight.accepted:
-                        raise overloaded("as many texts wait for a replica as may: ask again later", _LATER) from None
-                    await asyncio.sleep(_RETRY)  # it was taken on: its place is not lost with its replica
                 except Lost:
                     begun = time.monotonic()
                     self._lost_replica(flight)
@@ -162,7 +157,7 @@ class RayFront:
             self._writers.pop(flight.id, None)
 
     async def _ask(self, flight: Flight) -> None:
-        """One replica's part of a text. Raises Lost, Unequal, BackPressureError and ApiError."""
+        """One replica's part of a text. Raises Lost, Unequal and ApiError."""
         tokens = list(flight.tokens)
         pages = page_digests([*flight.asked["prompt"], *tokens], flight.asked["options"].get("cache_salt") or "")
         stream = self._engines.options(stream=True).write.remote(
@@ -177,7 +172,7 @@ class RayFront:
                 self._heard(flight, event)
         except TimeoutError:
             self._none_left(flight)
-        except (BackPressureError, Lost, Unequal, ApiError):
+        except (Lost, Unequal, ApiError):
             raise
         except DeploymentUnavailableError:
             raise unavailable("no replica can be started", "engine_down", 30) from None

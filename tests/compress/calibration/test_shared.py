@@ -53,6 +53,7 @@ def test_one_and_three_processes_write_equal_bytes(
     assert _digests(tmp_path / "other") != _digests(one)
 
 
+@pytest.mark.slow
 def test_a_recipe_that_reads_no_text_wants_one_process(tiny: Callable[..., Path], text: Path, tmp_path: Path) -> None:
     done = _run(tmp_path / "out", 2, tiny("llama"), text, "int4-rtn")
     assert done.returncode != 0
