@@ -32,12 +32,6 @@ class FleetOptions:
     ] = None
     check: Annotated[
         str | None,
-        typer.Option(
-            help="Address of a cluster with the first number of replicas: the same is asked of it, and timed."
-        ),
-    ] = None
-    check: Annotated[
-        str | None,
         typer.Option(help="Address of a cluster with the first number of replicas: asked for the same, and timed."),
     ] = None
     replicas: Annotated[str, typer.Option(help="Replicas, with commas between the numbers.")] = "1,2,4"
