@@ -1,7 +1,6 @@
 """A Ray cluster of several nodes on this machine for tests, on loopback, and its processes to kill."""
 
 import os
-import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -98,10 +97,10 @@ def processes(title: str) -> list[int]:
     return sorted(pid for pid in ours if titles.get(pid, "").startswith(title))
 
 
-def kill_one(title: str, place: int = 0) -> None:
-    """SIGKILL to one of them; waits until there is one."""
+def wait_for(title: str, count: int) -> list[int]:
+    """So many of them, once they are there."""
     end = time.monotonic() + 60
-    while not (found := processes(title)):
-        assert time.monotonic() < end, title
+    while len(found := processes(title)) < count:
+        assert time.monotonic() < end, (title, found)
         time.sleep(0.1)
-    os.kill(found[place % len(found)], signal.SIGKILL)
+    return found

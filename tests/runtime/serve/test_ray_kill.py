@@ -1,6 +1,8 @@
 """Replicas and nodes that are lost in the middle of texts: a pause, and the same bytes; never on another path."""
 
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ pytest.importorskip("ray")
 from runtime.serve.ray_config import ClusterConfig, Replicas
 from tests.mixed_requests import alone as right_answer
 from tests.mixed_requests import catalogue, joined
-from tests.ray_cluster import Nodes, kill_one, nodes
+from tests.ray_cluster import Nodes, nodes, wait_for
 from tests.serving import Running, parsed
 
 ENGINE = "ray::ServeReplica:specpress:engine"
@@ -36,6 +38,12 @@ def _told(two: Nodes, pair: tuple[Path, Path], **other: Any) -> ClusterConfig:
 
 def _requests(count: int, tokens: int) -> list[dict[str, Any]]:
     return [one | {"max_tokens": tokens, "ignore_eos": True, "n": 1} for one in catalogue(count, 11)]
+
+
+def _long() -> list[dict[str, Any]]:
+    """Texts that are still being written when a replica is killed, however busy the machine is."""
+    sampled = {"max_tokens": 900, "temperature": 0.8, "ignore_eos": True}
+    return [{"prompt": f"def read_{i}(path):\n", "seed": i} | sampled for i in range(12)]
 
 
 def _read(server: Running, one: dict[str, Any]) -> Any:
@@ -75,9 +83,11 @@ def _disturbed(two: Nodes, server: Running, requests: list[dict[str, Any]], turn
     """What is read of the requests, all at once, while a replica is killed, and then a node."""
     before, wanted = _tokens(server), sum(one["max_tokens"] for one in requests)
 
+    victims = wait_for(ENGINE, 2)
+
     def kill() -> None:
-        _wait_tokens(server, before + wanted / 8)
-        kill_one(ENGINE, turn)
+        _wait_tokens(server, before + wanted / 16)
+        os.kill(victims[turn % 2], signal.SIGKILL)
         _wait_tokens(server, before + wanted / 2)
         two.kill(turn % 2)
 
@@ -122,7 +132,7 @@ def test_ten_times_a_replica_and_a_node_during_fifty_streams(
 def test_without_resuming_the_streams_of_a_killed_replica_end_with_errors(
     two: Nodes, pair: tuple[Path, Path], alone: Any, tmp_path: Path
 ) -> None:
-    requests = _requests(12, 800)
+    requests = _long()
     expected = [right_answer(alone, one) for one in requests]
     found = _disturbed(two, two.server(_told(two, pair, resume=False), tmp_path / "log"), requests, 0)
     assert "engine_down" in found
@@ -151,10 +161,15 @@ def test_replicas_of_other_kernels_never_go_on_with_a_text(
     with ThreadPoolExecutor(8) as pool:
         prints = {one["system_fingerprint"] for one in pool.map(lambda a: server.post("/v1/completions", **a), short)}
     assert len(prints) == 2
-    requests = _requests(12, 800)
+    requests = _long()
     expected = [right_answer(alone, one) for one in requests]
-    before = _tokens(server)
-    killer = threading.Thread(target=lambda: (_wait_tokens(server, before + 200), kill_one(ENGINE)))  # type: ignore[func-returns-value]
+    before, victims = _tokens(server), wait_for(ENGINE, 2)
+
+    def kill() -> None:
+        _wait_tokens(server, before + 200)
+        os.kill(victims[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
     killer.start()
     with ThreadPoolExecutor(len(requests)) as pool:
         found = list(pool.map(lambda one: _read(server, one), requests))
