@@ -59,8 +59,9 @@ def ranked(known: Sequence[int], load: Sequence[int], spent: Sequence[int], bala
     """Places of replicas, the best first.
 
     known    pages of the text that each holds; load: texts that it writes; spent: pages that it read so far.
-    balance  a replica whose load, with this text, exceeds so many times the mean comes after those that stay below.
+    balance  a replica whose load, with this text, exceeds so many times the mean, and one text more, comes after those
+             that stay below. Among few texts one more is no imbalance; to read a long beginning elsewhere costs more.
     """
-    bound = math.ceil(balance * (sum(load) + 1) / max(1, len(load)))
+    bound = math.ceil(balance * (sum(load) + 1) / max(1, len(load))) + 1
     order = range(len(load))
     return sorted(order, key=lambda place: (load[place] + 1 > bound, -known[place], load[place], spent[place]))
