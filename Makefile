@@ -6,7 +6,7 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: demo test test-paths test-slow test-page bench lint map format peers compressors clients soak llama-server clean
+.PHONY: demo test test-paths test-slow test-page bench lint map format peers compressors clients ray soak llama-server clean
 
 demo: .venv/installed
 	$(BIN)/specpress compress --recipe nf4 --out runs/nf4 --force
@@ -121,6 +121,19 @@ clients: .venv/installed .clients/installed
 	$(PYTHON) -m venv .clients
 	$(CLIENTS_PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(CLIENTS_PIP) pytest openai langchain-openai "lm-eval[api]" guidellm schemathesis
+	@touch $@
+
+# Ray, 500 MB, in an environment of its own: clusters of a few nodes on this machine, killed and gone on with.
+RAY_PIP := .ray/bin/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+
+ray: .ray/installed
+	OMP_NUM_THREADS=1 .ray/bin/python -m pytest -m "" $(wildcard tests/runtime/serve/test_ray*.py) \
+		tests/compress/remote/test_runs.py tests/runtime/bench/test_fleet_cluster.py
+
+.ray/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .ray
+	$(RAY_PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(RAY_PIP) --editable ".[dev,ray]"
 	@touch $@
 
 # Half an hour of mixed requests, clients that leave and slow readers; SOAK=120 for two minutes.

@@ -3,67 +3,29 @@
 python -m compress.sweep --recipes nf4,int4-rtn,int8-dynamic --out runs/sweep
 python -m compress.sweep --recipes all --out runs/mine --model path/to/model --draft path/to/draft
 
-One process after another: recipes that shared the machine would measure each other. Finished runs are kept, so the same
-command goes on where it was cut short.
+One process after another: recipes that shared the machine would measure each other. With --ray ADDRESS one on each node
+of a Ray cluster. Finished runs are kept, so the same command goes on where it was cut short.
 """
 
 import json
 import re
 import shlex
-import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from compress.errors import USER_ERRORS, UserError
+from compress.processes import Launch, Say, all_of, launch
 from runtime.cli import without_traceback
 
 if TYPE_CHECKING:
     from compress.recipe import Recipe
     from compress.report.schema import Report
     from compress.report.sweep_table import SweepTable
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a run's process ended: its exit code (negative: the signal that ended it) and its last line of error."""
-
-    code: int
-    error: str
-
-
-Say = Callable[[str], None]
-# (command, file for everything that it prints, where its lines of progress go) → how it ended.
-Launch = Callable[[Sequence[str], Path, Say], Ended]
-
-
-def launch(command: Sequence[str], log: Path, say: Say) -> Ended:
-    """Runs a command to its end; all that it prints goes to `log`, its progress to `say` as well."""
-    last = ""
-    with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.PIPE, text=True, errors="replace"
-        )
-        try:
-            assert process.stderr is not None
-            for line in process.stderr:
-                file.write(line)
-                file.flush()
-                say(line.rstrip())
-                last = line.strip() or last
-            return Ended(process.wait(), last)
-        except BaseException:
-            # Ctrl-C reaches the run too, which then puts its folder in order.
-            try:
-                process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            raise
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -77,6 +39,10 @@ def main(
     recipes: Annotated[str, typer.Option(help="Built-in recipes or YAML files, with commas between; or: all.")],
     out: Annotated[Path, typer.Option(help="Folder for the table, and for each recipe's run folder.")],
     force: Annotated[bool, typer.Option("--force", help="Do everything again.")] = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(help="Address of a Ray cluster whose nodes take a run each, or local.", show_default="no cluster"),
+    ] = None,
 ) -> None:
     """Runs several recipes one after the other and compares size, quality and speed.
 
@@ -87,11 +53,25 @@ def main(
     with without_traceback(USER_ERRORS, stopped="the same command goes on"):
         words, chosen, out = list(context.args), load_recipes(recipes), out.expanduser()
         check_words(words, chosen.values())
-        found = sweep(chosen, out, words, force, say=lambda line: typer.echo(line, err=True))
+        found = _sweep(chosen, out, words, force, ray)
     _print(found)
     typer.echo(f"Table: {out / 'sweep.html'} (also .md, .json), plot: {out / 'pareto.svg'} (also .png)")
     if any(row.failed for row in found.rows):
         raise typer.Exit(1)
+
+
+def _sweep(
+    chosen: "Mapping[str, Recipe]", out: Path, words: Sequence[str], force: bool, address: str | None
+) -> "SweepTable":
+    def say(line: str) -> None:
+        typer.echo(line, err=True)
+
+    if address is None:
+        return sweep(chosen, out, words, force, say=say)
+    from compress.remote import runs as remote
+
+    with remote.nodes(address, out / remote.NOTES) as nodes:
+        return sweep(chosen, out, words, force, say=say, launch=nodes.launch, at_once=nodes.count)
 
 
 def check_words(words: Sequence[str], recipes: "Iterable[Recipe]" = ()) -> None:
@@ -158,11 +138,13 @@ def sweep(
     *,
     say: Say = lambda line: None,
     launch: Launch = launch,
+    at_once: int = 1,
 ) -> "SweepTable":
     """Runs what is not done yet, each recipe in `out`/<name>, and writes sweep.{json,md,html} and pareto.{svg,png}.
 
     recipes  by the word that names each on the command line.
     words    further options of compress.run, the same for all runs.
+    at_once  runs beside one another: as many as there are machines.
 
     A run that fails is in the table with the reason, and the next one follows. The table is written after each run.
     Raises UserError where `out` holds runs of other options or recipes, or reports that cannot be compared.
@@ -184,12 +166,15 @@ def sweep(
 
     # On disk before the first run: whatever is in `out` from now on was made with these words, or is to be redone.
     found = write()
+    work = []
     for word, recipe in recipes.items():
         name = recipe.name
         if name in results:
             say(f"{name}: done before")
-            continue
-        results[name] = _run(word, name, out, words, name in redo, say, launch)
+        else:
+            work.append((name, partial(_run, word, name, out, words, name in redo, say, launch)))
+    for name, result in all_of(work, at_once):
+        results[name] = result
         redo.discard(name)
         found = write()
     return found

@@ -24,6 +24,7 @@ COMMANDS = {
     "generate": Entry("runtime.generate", "app", "Continue a prompt, speculatively."),
     "chat": Entry("runtime.chat", "app", "Talk with a model in the terminal."),
     "serve": Entry("runtime.serve.command", "app", "Serve models by OpenAI's HTTP interface."),
+    "cluster": Entry("runtime.serve.ray_command", "app", "Serve a model by replicas on a Ray cluster."),
     "bench": Entry("runtime.bench.__main__", "app", "Measure kernels, decoding and speculation."),
     "best": Entry("compress.best.__main__", "app", "Find the best bits and drafter under a budget."),
     "sweep": Entry("compress.sweep", "app", "Run several recipes, and compare them in one table."),

@@ -58,6 +58,10 @@ def main(
     threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="physical cores")] = None,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = RunContext.seed,
     force: Annotated[bool, typer.Option("--force", help="Replace an older plan in --out.")] = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(help="Address of a Ray cluster that compresses candidates, or local.", show_default="no cluster"),
+    ] = None,
 ) -> None:
     """Finds the bits of each layer and the drafter that are best within budgets, and compresses the model so.
 
@@ -83,6 +87,7 @@ def _main(
     tokens: int,
     batch: int,
     force: bool,
+    ray: str | None,
     **options: str | int | None,
 ) -> None:
     """`options`: fields of RunContext by name."""
@@ -107,7 +112,14 @@ def _main(
     logging.disable_progress_bar()
     with show() as progress:
         context = replace(context, progress=progress, note=progress.note)
-        folder = make_plan(Question(context, budgets, candidates, minutes, tokens, batch, prompt_tokens), force)
+        asked = Question(context, budgets, candidates, minutes, tokens, batch, prompt_tokens)
+        if ray is None:
+            folder = make_plan(asked, force)
+        else:
+            from compress.remote import runs as remote
+
+            with remote.nodes(ray, context.folder.with_name(f"{context.folder.name}.{remote.NOTES}")) as nodes:
+                folder = make_plan(asked, force, nodes)
     text = (folder / "plan.md").read_text(encoding="utf-8").split("\n## Bits")[0]
     print(text, file=sys.stdout)
     where = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder

@@ -23,6 +23,7 @@ from runtime import load
 from runtime.model.layers import weight_bytes
 
 if TYPE_CHECKING:
+    from compress.recipe import Recipe
     from compress.report.schema import Comparison, Report
     from runtime.model.load import Model
 
@@ -122,9 +123,14 @@ def compressed(one: Predicted, known: Known, context: RunContext, folder: Path) 
 
     if not (folder / "report.json").is_file():
         partial = folder.with_name(f"{folder.name}.partial")
-        recipe = make_recipe(known.units, one.assignment, _about(one), calibration(context))
+        recipe = recipe_of(one, known, context)
         run(replace(context, recipe=recipe, out=folder, resume=begun(partial), speed=False, draft=context.draft))
     return read_report(Artifact(folder).path)
+
+
+def recipe_of(one: Predicted, known: Known, context: RunContext) -> "Recipe":
+    """The recipe that makes a candidate."""
+    return make_recipe(known.units, one.assignment, _about(one), calibration(context))
 
 
 def begun(partial: Path) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compress.artifact import Artifact
-from compress.best import around, candidates, contest, plan
+from compress.best import around, candidates, contest, elsewhere, plan
 from compress.best.candidates import Measured
 from compress.best.contest import ORIGINAL, Way, fastest
 from compress.best.costs import Costs
@@ -34,6 +34,7 @@ from compress.report.timing import Work
 from runtime import load
 
 if TYPE_CHECKING:
+    from compress.remote.runs import Nodes
     from runtime.model.load import Model
 
 # A budget of quality is aimed at a little below, and below what broke it.
@@ -50,7 +51,9 @@ _CONTEST_SECONDS = 60.0
 class Planner:
     """Works on one question; what it has measured lies in the journal."""
 
-    def __init__(self, asked: Question, ready: Ready, journal: Journal):
+    def __init__(self, asked: Question, ready: Ready, journal: Journal, nodes: "Nodes | None" = None):
+        """nodes: of a cluster, on which candidates are compressed, one each; None: here, one after the other."""
+        self.nodes = nodes
         self.asked, self.ready, self.inputs, self.journal = asked, ready, ready.inputs, journal
         self.context, self.budgets = asked.context, asked.budgets
         self.assignments: dict[str, Assignment] = {}
@@ -63,17 +66,13 @@ class Planner:
         known = self._corrected(know(self.asked, self.ready, self.journal, original, draft))
         require_reachable(known, self.budgets, self._damage(known))
         self.journal.begin_search(self.asked.search())
-        while not self.journal.search["done"] and (one := self._next(known)) is not None:
-            self.context.note(
-                f"candidate {len(self.journal.measured) + 1}: {one.disk / 1e6:.2f} MB, predicted "
-                f"{self.budgets.shown(one.figure)} and {one.pace.tokens_per_second:.0f} tokens/s"
-            )
-            folder = self.context.folder / CANDIDATES / one.key
-            found = candidates.make(one, known, candidates.Measuring(self.inputs, original), folder)
-            self.journal.note(measured={**self.journal.measured, one.key: found.to_dict()})
+        while not self.journal.search["done"] and (batch := self._next(known)):
+            if self.nodes is not None:
+                elsewhere.compress_all(batch, known, self.context, self.nodes)
+            for one in batch:
+                found = self._make(one, known, original)
+                self.journal.note(measured={**self.journal.measured, one.key: found.to_dict()})
             known = self._corrected(known)
-            broken = self._broken(found, None)
-            self.context.note(f"measured: {broken or self.budgets.shown(found.figure(self.budgets))}")
         self.journal.note(search={**self.journal.search, "done": True})
         kept = [one.key for one in self._measured() if self._broken(one, None) is None]
         if not kept:
@@ -117,6 +116,18 @@ class Planner:
         )
         self.journal.note(finished=True)
 
+    def _make(self, one: Predicted, known: Known, original: "Model") -> Measured:
+        """A candidate's figures, measured here beside the original's."""
+        self.context.note(
+            f"candidate {len(self.journal.measured) + 1}: {one.disk / 1e6:.2f} MB, predicted "
+            f"{self.budgets.shown(one.figure)} and {one.pace.tokens_per_second:.0f} tokens/s"
+        )
+        folder = self.context.folder / CANDIDATES / one.key
+        found = candidates.make(one, known, candidates.Measuring(self.inputs, original), folder)
+        broken = self._broken(found, None)
+        self.context.note(f"measured: {broken or self.budgets.shown(found.figure(self.budgets))}")
+        return found
+
     def _load(self, path: Path) -> "Model":
         return load(path, threads=self.context.threads)
 
@@ -145,22 +156,25 @@ class Planner:
         ]
         return min([_AIM * limit / known.quality.factor, *(_BELOW * damage for damage in broke)])
 
-    def _next(self, known: Known) -> Predicted | None:
-        """The candidate to make next; None: no more."""
+    def _next(self, known: Known) -> list[Predicted]:
+        """The candidates to make next, as many as there are nodes; none: no more."""
         measured = self._measured()
         kept = [one for one in measured if self._broken(one, None) is None]
         late = self.journal.seconds > 60 * self.asked.minutes * _SHARE
         if len(kept) >= self.asked.wanted or len(measured) >= 3 * self.asked.wanted or (late and measured):
-            return None
+            return []
         damage = self._damage(known)
+        found: dict[str, Predicted] = {}
         bar = min((known.predict(self.assignments[one.key]).objective(self.budgets.goal) for one in kept), default=None)
         for lowered in _LOWERED if damage is not None else (1.0,):
             for one in propose(known, self.budgets, None if damage is None else lowered * damage):
                 if one.key in self.journal.measured or all(option.keeps for option in one.assignment.values()):
                     continue
                 if bar is None or one.objective(self.budgets.goal) <= _CLOSE * bar:
-                    return one
-        return None
+                    found.setdefault(one.key, one)
+                if len(found) == (1 if self.nodes is None else self.nodes.count):
+                    return list(found.values())
+        return list(found.values())
 
     def _broken(self, one: Measured, way: Way | None) -> str | None:
         """The budget that measured figures break, in words, or None; `way`: how it decodes, where that is known."""

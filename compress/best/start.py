@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from compress.artifact import files
 from compress.artifact.workspace import LOCK, locked
@@ -12,9 +13,14 @@ from compress.best.question import Question, fingerprint
 from compress.best.run import Planner
 from compress.errors import USER_ERRORS, UserError
 
+if TYPE_CHECKING:
+    from compress.remote.runs import Nodes
 
-def make_plan(asked: Question, force: bool) -> Path:
+
+def make_plan(asked: Question, force: bool, nodes: "Nodes | None" = None) -> Path:
     """Plans, and returns the folder with best/, plan.json and plan.md.
+
+    nodes  of a cluster, on which candidates are compressed; None: on this machine.
 
     Raises UserError for budgets that nothing is predicted, or was measured, to keep (with the nearest figures), and for
     a folder that holds something else.
@@ -34,7 +40,7 @@ def make_plan(asked: Question, force: bool) -> Path:
             journal.note(clearing=False)
         try:
             if not _is_finished(asked, journal):
-                Planner(asked, ready, journal).run()
+                Planner(asked, ready, journal, nodes).run()
         except USER_ERRORS:
             if journal.is_empty:
                 _leave(out, made)

@@ -110,13 +110,13 @@ class Inputs:
     def outputs(self, block: Block) -> Iterator[Tensor]:
         """What the block as it is now makes of each window, (1, T, D). Raises UserError for NaN and infinity."""
         for number in range(len(self)):
-            yield self._output(block, number, self.activations.window(number))[0]
+            yield self.output(block, number, self.activations.window(number))[0]
 
     def following(self, block: Block) -> Iterator[tuple[Row, Tensor]]:
         """What goes into the next block, window by window, and what it is. Raises UserError as `outputs` does."""
         for number in range(len(self)):
             window = self.activations.window(number)
-            yield self.row.following(window, *self._output(block, number, window))
+            yield self.row.following(window, *self.output(block, number, window))
 
     def show(self, block: Block) -> Iterator[None]:
         """Sends each window through the block, for hooks to see.
@@ -126,11 +126,11 @@ class Inputs:
         """
         for number in range(len(self)):
             with suppress(Enough):
-                self._output(block, number, self.activations.window(number))
+                self.output(block, number, self.activations.window(number))
             yield
 
-    def _output(self, block: Block, number: int, window: Tensor) -> tuple[Tensor, States]:
-        """The block's hidden states of a window, and what is shared behind it."""
+    def output(self, block: Block, number: int, window: Tensor) -> tuple[Tensor, States]:
+        """The block's hidden states of a window, and what is shared behind it. Raises UserError as `outputs` does."""
         given, own, shared = self.row.split(window)
         args, kwargs, left = self.call.of_window(own, shared)
         # What hooks compute belongs to the products: the Hessians.

@@ -1,6 +1,6 @@
 """The one pass of the calibration text through a block that feeds all of its stages."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,24 +25,30 @@ def union(wanted: Iterable[Mapping[str, Wants]]) -> dict[str, Wants]:
     return out
 
 
-def collect(block: Block, inputs: Inputs, wants: Mapping[str, Wants], few: Experts) -> dict[str, Moments]:
+def collect(
+    block: Block, inputs: Inputs, wants: Mapping[str, Wants], few: Experts, walk: "Walk | None" = None
+) -> dict[str, Moments]:
     """Moments of the inputs of the linear layers in `wants`, by path.
 
     Layers that read one tensor (q, k and v) share one Moments where they want the same. `few` says what becomes of
     experts that saw too few tokens: their layers go to `block.starved` and have no moments, or they are shown every
-    token in a second pass. What each expert saw goes to `block.experts`.
+    token in a second pass. What each expert saw goes to `block.experts`. `walk` takes the windows through a block
+    without experts; None: this process alone does.
     Raises UserError for NaN and infinity, naming window and layer.
     """
-    collector = _Collector(block, wants)
+    collector = Collector(block, wants)
     with experts.counted(block.module) as counts:
-        collector.run(inputs)
+        if walk is None or not collector.steady:
+            collector.run(inputs)
+        else:
+            walk(collector, inputs)
     block.experts = experts.records(block.number, counts, few)
     # An expert that no token reached has no moments, whatever the recipe asks for at least.
     hungry = experts.starved(counts, max(few.min_tokens, 1))
     layers = {path for path in wants for expert in hungry if path.startswith(f"{expert}.")}
     seen = {path: moments for path, moments in collector.moments.items() if path not in layers}
     if layers and few.expert_fallback == "all-tokens":
-        everything = _Collector(block, {path: wants[path] for path in wants if path in layers})
+        everything = Collector(block, {path: wants[path] for path in wants if path in layers})
         with experts.counted(block.module, hungry):
             everything.run(inputs)
         seen |= everything.moments
@@ -51,7 +57,7 @@ def collect(block: Block, inputs: Inputs, wants: Mapping[str, Wants], few: Exper
     return seen
 
 
-class _Collector:
+class Collector:
     """Hooks on linear layers that add what they see."""
 
     def __init__(self, block: Block, wants: Mapping[str, Wants]):
@@ -75,22 +81,32 @@ class _Collector:
         """Sends all windows through the block, as far as there is something to see."""
         with self._hooked():
             for number, _ in enumerate(inputs.show(self.block)):
-                self.window = number + 1
-                self.seen.clear()
-                self.last_call, self.calls = self.calls if self.steady else None, 0
+                self.begin_window(number + 1)
         self.seen.clear()
+
+    def begin_window(self, number: int) -> None:
+        """The window `number` is what is seen from now on."""
+        self.window = number
+        self.seen.clear()
+        self.last_call, self.calls = (self.calls or None) if self.steady else None, 0
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
-        handles = [self.block.linears[path].register_forward_pre_hook(partial(self._see, path)) for path in self.wants]
+        handles = [self.block.linears[path].register_forward_pre_hook(partial(self._hook, path)) for path in self.wants]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _see(self, path: str, module: nn.Module, given: tuple[Any, ...]) -> None:
-        x: Tensor = given[0]
+    def _hook(self, path: str, module: nn.Module, given: tuple[Any, ...]) -> None:
+        self.see(path, given[0])
+
+    def see(self, path: str, x: Tensor, mine: Callable[[str], bool] = lambda path: True) -> None:
+        """What a layer is given; `mine`: whether what a layer sees is added up here.
+
+        Raises Enough after a window's last one, and UserError for NaN and infinity.
+        """
         first, _ = self.seen.setdefault(id(x), (path, x))
         leader = self.leaders.get(path)
         if leader is None:
@@ -100,11 +116,13 @@ class _Collector:
             leader = self.leaders[path] = first if shares else path
             if not shares:
                 self.began[path] = self.window
-            self.moments[path] = self.moments[leader] if shares else Moments(x.shape[-1], self.wants[path])
+            if mine(leader):
+                self.moments[path] = self.moments[leader] if shares else Moments(x.shape[-1], self.wants[path])
         if leader == path:
             check_window(x, self.window, f"the inputs of {self.block.prefix}.{path}")
-            with torch.no_grad():
-                self.moments[path].add(x)
+            if mine(path):
+                with torch.no_grad():
+                    self.moments[path].add(x)
         elif first != leader:
             raise UserError(
                 f"{self.block.prefix}.{path}: expected layers that share their inputs in every window or in none, "
@@ -113,3 +131,7 @@ class _Collector:
         self.calls += 1
         if self.calls == self.last_call:
             raise Enough
+
+
+# Takes the windows of a text through the collector's block, in order.
+Walk = Callable[[Collector, Inputs], None]

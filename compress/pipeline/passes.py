@@ -17,6 +17,7 @@ from compress.artifact import STAGES
 from compress.artifact import journal as journals
 from compress.artifact.files import copy_synced, sync_folder
 from compress.artifact.journal import Journal
+from compress.calibration import shared
 from compress.errors import UserError
 from compress.model import directory
 from compress.model.block_loader import BlockLoader
@@ -137,15 +138,25 @@ def check_processes(recipe: Recipe, world: World) -> None:
     if world.size == 1:
         return
     alone = [stage.kind for stage in recipe.stages if stage.trained is not None and not KINDS[stage.kind].parallel]
-    if alone or not recipe.trains:
-        what = f"stage {alone[0]} works in one" if alone else f"recipe {recipe.name} has no stage that trains"
+    if alone or not (recipe.trains or calibrates(recipe)):
+        what = f"stage {alone[0]} works in one" if alone else f"recipe {recipe.name} neither trains nor calibrates"
         raise UserError(f"torchrun: expected one process, found {world.size}: {what}; start it with python -m")
+    if calibrates(recipe):
+        shared.require_equal(world)
+
+
+def calibrates(recipe: Recipe) -> bool:
+    """Whether text goes through blocks one after the other, which several processes can share."""
+    return any(stage.trained is None for stage in recipe.stages) and not only_rounds(recipe)
 
 
 def follow(inputs: RunInputs, world: World) -> None:
-    """What processes besides the first do: train with it whenever it comes to a stage that trains."""
-    call: tuple[int, Path, Path | None, Path] | None
+    """What processes besides the first do: calibrate and train with it, whenever it comes to that."""
+    call: shared.Order | tuple[int, Path, Path | None, Path] | None
     while (call := world.share(None)) is not None:
+        if isinstance(call, shared.Order):
+            shared.follow(call, world)
+            continue
         with tempfile.TemporaryDirectory() as folder:
             index, model, draft, texts = call
             context = _stage_context(index, model, draft, texts, Path(folder) / "work", inputs)

@@ -6,6 +6,7 @@
 4. A block is read, and its inputs go through it as it was, for the statistics that all its stages want (`collect`).
 5. The stages change the block, one after the other; what it holds now is written.
 6. Its inputs go through it once more as it is now: that goes into the next block, and is written too.
+   Several processes that torchrun has started share 4 and 6 (calibration/shared.py); the first does the rest.
 7. Both are committed to the journal together, so that a killed run goes on here, and the memory is given back.
 """
 
@@ -27,6 +28,7 @@ from compress.calibration import activations
 from compress.calibration.activations import Activations, Inputs
 from compress.calibration.capture import Capture
 from compress.calibration.carried import Call, Row
+from compress.calibration.shared import SharedInputs, collect_shared
 from compress.calibration.statistics import collect, union
 from compress.model.block import Block, Statistics
 from compress.model.block_loader import BlockLoader
@@ -38,6 +40,7 @@ from compress.records import ExpertRecord, LayerRecord
 from compress.stages import rounding
 from compress.stages.contract import BlockStage
 from compress.stages.depth import Shortening
+from compress.training.parallel import current
 from runtime.checkpoints.directory import Checkpoint
 
 
@@ -151,6 +154,7 @@ class _BlockPipeline:
         self.kept = sorted(blocks.meta_blocks)
         # After the last block that wants statistics nothing needs its outputs.
         self.last = max(blocks.wants, default=-1)
+        self.world = current()
         self.calls: list[Call] = []
         self.activations: Activations | None = None
 
@@ -228,7 +232,9 @@ class _BlockPipeline:
 
     def _stages(self, block: Block, inputs: Inputs | None) -> None:
         wants = self.blocks.wants.get(block.number, {})
-        found: Statistics = collect(block, inputs, wants, self.blocks.few) if wants and inputs is not None else {}
+        found: Statistics = (
+            collect(block, inputs, wants, self.blocks.few, collect_shared) if wants and inputs is not None else {}
+        )
         for stage in self.blocks.stages:
             stage.apply(block, found, inputs)
 
@@ -241,7 +247,9 @@ class _BlockPipeline:
             self.activations = activations.load(self.journal.folder, self.journal.inputs, self.blocks.mapped)
         if self.activations.block != number:
             raise ValueError(f"block {number}: expected its inputs, found those of block {self.activations.block}")
-        return Inputs(self.activations, self.calls[number])
+        if self.world.size == 1:
+            return Inputs(self.activations, self.calls[number])
+        return SharedInputs(self.activations, self.calls[number], self.world)
 
     def _capture(self) -> None:
         outside = [name for _, names in self.plan.parts if self.blocks.number(names) is None for name in names]

@@ -42,6 +42,9 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "split": ("split", "s"), "category": ("category", "s"), "input_tokens": ("input", ".0f"),
     "concurrency": ("at a time", "d"), "tokens_per_second_per_user": ("per user", ".1f"), "ttft_ms": ("ttft ms", ".1f"),
     "accept_length": ("tokens a round", ".2f"),
+    "measured.p50": ("measured p50", ".1f"), "measured.p90": ("p90", ".1f"),
+    "replicas": ("replicas", "d"), "reuse": ("reused", ".0%"), "busy": ("busy", ".0%"),
+    "imbalance": ("most / mean", ".2f"), "price_per_million": ("per million tokens", ".2f"),
     "ttft_ms.p90": ("p90", ".1f"), "itl_ms.p50": ("itl p50", ".1f"), "itl_ms.p99": ("p99", ".1f"),
 }  # fmt: skip
 """Every figure's key in a row (a.b: in the mapping at a): its heading and format. What a row lacks is shown as "-"."""

@@ -256,6 +256,7 @@ class Service:
                 "fingerprint": one.about["fingerprint"],
                 "context": one.about["context"],
                 "drafters": one.about["drafters"],
+                **({"replicas": one.front.replicas} if one.front.replicas else {}),
                 **dict(zip(("running", "waiting", "pages_used", "pages_free"), one.front.counts, strict=True)),
             }
             for one in self.models

@@ -27,7 +27,7 @@ class Chat:
             "object": "chat.completion",
             "created": plan.created,
             "model": plan.served.name,
-            "system_fingerprint": plan.served.about["fingerprint"],
+            "system_fingerprint": run.fingerprint,
         }
         self._chunk = self._head | {"object": "chat.completion.chunk"}
         self._start = "data: " + json.dumps(self._chunk, separators=(",", ":"))[:-1] + ',"choices":[{"index":'

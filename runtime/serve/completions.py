@@ -31,7 +31,7 @@ class Completion:
             "object": "text_completion",
             "created": plan.created,
             "model": plan.served.name,
-            "system_fingerprint": plan.served.about["fingerprint"],
+            "system_fingerprint": run.fingerprint,
         }
         self._head = head
         self._start = "data: " + json.dumps(head, separators=(",", ":"))[:-1] + ',"choices":[{"index":'

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from runtime.serve.errors import ApiError
@@ -10,9 +11,13 @@ GAP = 0.004  # seconds: nobody reads faster, and a small model's step takes a te
 
 
 class Bell:
-    """Wakes who waits for news of a request's texts."""
+    """Wakes who waits for news of a request's texts.
 
-    def __init__(self) -> None:
+    gap  seconds between two times that it tells of tokens.
+    """
+
+    def __init__(self, gap: float = GAP) -> None:
+        self._gap = gap
         self._rung = asyncio.Event()
         self._told = 0.0
         self._later: asyncio.TimerHandle | None = None
@@ -22,10 +27,10 @@ class Bell:
         self._rung.set()
 
     def tokens_came(self, now: float) -> None:
-        """Wakes now, or GAP seconds after the last were told: what comes faster than that is told of together."""
+        """Wakes now, or `gap` seconds after the last were told: what comes faster than that is told of together."""
         if self._later is not None:
             return
-        wait = self._told + GAP - now
+        wait = self._told + self._gap - now
         if wait <= 0:
             self._rung.set()
         else:
@@ -56,17 +61,19 @@ class Flight:
     tokens    all new tokens so far; `details` of the same events: (log-probabilities, prompt's, rounds).
     finish    why it ended: stop, length or cancelled; None while it has not, or where `error` says why.
     deaths    engine processes that died while they had it.
+    fingerprint  of the engine that writes it: only one of the same may go on with it.
     """
 
     __slots__ = (
-        "accepted", "asked", "bell", "came", "deaths", "details", "error", "figures", "finish", "first", "id", "last",
-        "prompt_tokens", "tokens",
+        "accepted", "asked", "bell", "came", "deaths", "details", "error", "figures", "fingerprint", "finish", "first",
+        "id", "last", "prompt_tokens", "tokens",
     )  # fmt: skip
 
-    def __init__(self, id_: int, asked: dict[str, Any], bell: Bell) -> None:
+    def __init__(self, id_: int, asked: dict[str, Any], bell: Bell, tokens: Sequence[int] = ()) -> None:
         self.id, self.asked, self.bell = id_, asked, bell
         self.prompt_tokens = len(asked["prompt"])
-        self.tokens: list[int] = []
+        self.tokens = list(tokens)
+        self.fingerprint = ""
         self.details: list[Any] = []
         self.accepted = False
         self.finish: str | None = None

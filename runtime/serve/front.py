@@ -7,6 +7,7 @@ Whose text was there at two deaths runs alone; at the third it ends with an erro
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from runtime.errors import UserError
@@ -28,6 +29,8 @@ class Front:
     counts  (running, waiting, pages used, pages free) after the last round.
     state   loading, ready, restarting, failed or closed.
     """
+
+    replicas: Sequence[dict[str, Any]] = ()  # of a cluster
 
     def __init__(self, settings: ModelSettings, listener: Listener, stall: float) -> None:
         self.settings, self._listener, self._stall = settings, listener, stall
@@ -67,9 +70,10 @@ class Front:
         """Of the engine's process."""
         return None if self._link is None else self._link.pid
 
-    def submit(self, asked: dict[str, Any], bell: Bell) -> Flight:
-        """Sends a text on its way."""
-        flight = Flight(self._next, asked, bell)
+    def submit(self, asked: dict[str, Any], bell: Bell, tokens: Sequence[int] = ()) -> Flight:
+        """Sends a text on its way; `tokens`: those that it has already, of an engine of the same fingerprint."""
+        flight = Flight(self._next, asked, bell, tokens)
+        flight.fingerprint = self.about["fingerprint"]
         self._next += 1
         self.flights[flight.id] = flight
         self.idle.clear()

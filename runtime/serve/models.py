@@ -2,15 +2,63 @@
 
 import asyncio
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from runtime.serve.admission import Admission
 from runtime.serve.errors import ApiError, unavailable
+from runtime.serve.flight import Bell, Flight
 from runtime.serve.front import Front
 from runtime.serve.metrics import Meter, Registry
 from runtime.serve.settings import Limits, ModelSettings
 from runtime.serve.vocabulary import Vocabulary
+
+
+class Writes(Protocol):
+    """Who writes a model's texts: `Front`, with an engine beside it, or a cluster's front with many."""
+
+    about: dict[str, Any]
+    flights: dict[int, Flight]
+    state: str
+    idle: asyncio.Event
+
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """See Front."""
+
+    @property
+    def restarts(self) -> int:
+        """See Front."""
+
+    @property
+    def pid(self) -> int | None:
+        """See Front."""
+
+    @property
+    def replicas(self) -> Sequence[dict[str, Any]]:
+        """Of a cluster: who writes texts."""
+
+    async def start(self) -> None:
+        """See Front."""
+
+    def submit(self, asked: dict[str, Any], bell: Bell) -> Flight:
+        """See Front."""
+
+    def cancel(self, flight: Flight) -> None:
+        """See Front."""
+
+    async def logits(self, tokens: list[int], first: int, count: int) -> bytes:
+        """See Front."""
+
+    def tick(self) -> None:
+        """See Front."""
+
+    async def close(self) -> None:
+        """See Front."""
+
+
+MakesFront = Callable[[ModelSettings, Meter], Writes]
 
 
 @dataclass(frozen=True)
@@ -18,7 +66,7 @@ class Served:
     """One model that answers."""
 
     name: str
-    front: Front
+    front: Writes
     vocabulary: Vocabulary
     admission: Admission
     meter: Meter
@@ -34,8 +82,12 @@ class Served:
 class Models:
     """The models by the names that clients use; the first is taken where a request names none."""
 
-    def __init__(self, registry: Registry, limits: Limits, template: str | None = None) -> None:
+    def __init__(
+        self, registry: Registry, limits: Limits, template: str | None = None, front: MakesFront | None = None
+    ) -> None:
+        """front: who writes a model's texts; None: a process beside this one."""
         self._registry, self._limits, self._template = registry, limits, template
+        self._front: MakesFront = front or (lambda settings, meter: Front(settings, meter, limits.stall))
         self._served: dict[str, Served] = {}
         self._leaving: dict[asyncio.Task[None], Served] = {}
         self._loading = asyncio.Lock()
@@ -74,7 +126,7 @@ class Models:
         """
         async with self._loading:
             meter = Meter(self._registry, settings.name)
-            front = Front(settings, meter, self._limits.stall)
+            front = self._front(settings, meter)
             await front.start()
             try:
                 vocabulary = await asyncio.to_thread(

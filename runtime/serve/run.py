@@ -114,6 +114,11 @@ class Run:
         """Whether nothing more will come."""
         return all(one.flight.ended for one in self.texts)
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the engines that write the texts: one, or, on a cluster of unequal ones, each with a plus between."""
+        return "+".join(dict.fromkeys(one.flight.fingerprint for one in self.texts if one.flight.fingerprint))
+
     def close(self) -> None:
         """Ends what has not ended, and gives the places back."""
         if self._closed:

@@ -12,8 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from compress.errors import UserError
+from compress.processes import Ended, Say, launch
 from compress.recipe import Recipe
-from compress.sweep import Ended, Say, app, check_words, launch, load_recipes, sweep
+from compress.sweep import app, check_words, load_recipes, sweep
 
 Tiny = Callable[..., Path]
 REPOSITORY = Path(__file__).parents[2]

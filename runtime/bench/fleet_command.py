@@ -1,0 +1,132 @@
+"""The command `fleet` of `python -m runtime.bench`: a capacity plan from one replica's figures."""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from runtime.bench.options import Json, at_least_one, numbers
+from runtime.cli import takes
+from runtime.errors import UserError
+
+if TYPE_CHECKING:
+    from runtime.bench.fleet import Figures
+
+_MOST = 10_000  # replicas, and texts at once
+_BATCHES = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetOptions:
+    """Of `fleet`."""
+
+    figures: Annotated[Path, typer.Option(help="A file of one replica's figures; --measure writes it.")]
+    measure: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of an idle server or one-replica cluster to measure, such as http://127.0.0.1:8000."
+        ),
+    ] = None
+    check: Annotated[
+        str | None,
+        typer.Option(help="Address of a cluster with the first number of replicas: asked for the same, and timed."),
+    ] = None
+    replicas: Annotated[str, typer.Option(help="Replicas, with commas between the numbers.")] = "1,2,4"
+    rates: Annotated[str, typer.Option(help="Requests a second, with commas between the numbers.")] = "1,2,4"
+    requests: Annotated[int, typer.Option(help="Requests of each simulation.")] = 500
+    prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512
+    new_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 128
+    shared: Annotated[int, typer.Option(help="Tokens that a prompt begins with as others do.", min=0)] = 0
+    prefixes: Annotated[int, typer.Option(help="How many such beginnings there are.")] = 1
+    any_replica: Annotated[bool, typer.Option("--any-replica", help="Route as Ray does: by the shorter queue.")] = False
+    max_batch: Annotated[int, typer.Option(help="Texts in one forward.")] = 32
+    pages: Annotated[int, typer.Option(help="Pages of 64 tokens that a replica keeps.")] = 4096
+    at_once: Annotated[
+        float | None,
+        typer.Option(help="Replicas that compute at full speed.", show_default="all: each has a machine", min=0.1),
+    ] = None
+    price: Annotated[float, typer.Option(help="Of a replica for an hour.", min=0)] = 0.0
+    seed: Annotated[int, typer.Option(help="Of arrivals and prefixes.", min=0)] = 0
+    json_file: Json = None
+
+
+@takes(FleetOptions)
+def fleet(options: FleetOptions) -> None:
+    """Predicts latencies, reuse and cost of replicas at some rates, by simulation. See docs/scale.md."""
+    from runtime.bench.fleet import Fleet, Load, simulate
+    from runtime.bench.output import console, listed, write
+
+    counts, rates = numbers("--replicas", options.replicas, _MOST), _rates(options.rates)
+    names = ("requests", "prompt", "new_tokens", "prefixes", "max_batch", "pages")
+    at_least_one({f"--{name.replace('_', '-')}": getattr(options, name) for name in names})
+    if options.shared > options.prompt - 1:
+        raise UserError(
+            f"--shared: {options.shared} of {options.prompt} tokens leave none of a prompt's own; share fewer"
+        )
+    figures = _figures(options)
+    one = Fleet(
+        1, options.max_batch, options.pages, not options.any_replica, at_once=options.at_once, price=options.price
+    )
+    asked = Load(
+        1.0, options.requests, options.prompt, options.new_tokens, options.shared, options.prefixes, options.seed
+    )
+    rows: list[dict[str, Any]] = []
+    for count, rate in product(counts, rates):
+        load = replace(asked, rate=rate)
+        row = {"replicas": count, "rate": rate, **asdict(simulate(figures, replace(one, replicas=count), load))}
+        if options.check is not None and count == counts[0]:
+            from runtime.bench.fleet_measure import checked
+
+            row["measured"] = checked(options.check, load)
+        rows.append(row)
+    keys = "replicas rate ttft_ms.p50 ttft_ms.p90 latency_ms.p50 latency_ms.p90 tokens_per_second reuse busy imbalance"
+    if options.check is not None:
+        keys += " measured.p50 measured.p90"
+    if options.price:
+        keys += " price_per_million"
+    out = console(132)
+    out.print(listed(keys, rows))
+    if options.json_file is not None:
+        write(options.json_file, {"figures": _plain(figures), "result": rows})
+
+
+def _figures(options: FleetOptions) -> "Figures":
+    """The file's, measured first where that is asked for. Raises UserError for a file that is none."""
+    from runtime.bench.fleet import Figures
+    from runtime.bench.output import write
+
+    if options.measure is not None:
+        from runtime.bench.fleet_measure import measure
+
+        found = measure(options.measure, [one for one in _BATCHES if one <= options.max_batch], options.new_tokens)
+        write(options.figures, _plain(found))
+        return found
+    try:
+        told = json.loads(options.figures.read_text(encoding="utf-8"))
+        rounds = tuple((int(texts), float(seconds)) for texts, seconds in told["rounds"])
+        figures = Figures(float(told["overhead"]), float(told["prompt"]), rounds)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"--figures: {options.figures} cannot be read ({type(error).__name__}): write it with --measure ADDRESS"
+        ) from None
+    values = [figures.overhead, figures.prompt, *(seconds for _, seconds in rounds)]
+    if not rounds or min(values) < 0 or list(rounds) != sorted(set(rounds)) or rounds[0][0] < 1:
+        raise UserError(f"--figures: {options.figures}: expected seconds, and rounds of rising numbers of texts")
+    return figures
+
+
+def _plain(figures: "Figures") -> dict[str, Any]:
+    return {**asdict(figures), "rounds": [list(one) for one in figures.rounds]}
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < rate < float("inf") for rate in found):
+        raise UserError(f"--rates: expected numbers above 0 with commas between them, found {text!r}")
+    return found

@@ -1,0 +1,178 @@
+"""Replicas and nodes that are lost in the middle of texts: a pause, and the same bytes; never on another path."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+from runtime.serve.ray_config import ClusterConfig, Replicas
+from tests.mixed_requests import alone as right_answer
+from tests.mixed_requests import catalogue, joined
+from tests.ray_cluster import Nodes, nodes, wait_for
+from tests.serving import Running, parsed
+
+ENGINE = "ray::ServeReplica:specpress:engine"
+WAIT = 120.0
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Nodes]:
+    with nodes(2) as found:
+        yield found
+
+
+def _told(two: Nodes, pair: tuple[Path, Path], **other: Any) -> ClusterConfig:
+    replicas = Replicas(least=2, most=2, cpus=0, resources={"engine": 1}, leave=2)
+    fixed = {"target": str(pair[0]), "name": "pair", "port": two.port, "threads": 1, "replicas": replicas}
+    return ClusterConfig(**fixed | {"drafter": "lookup", "pages": 600, "max_batch": 32} | other)
+
+
+def _requests(count: int, tokens: int) -> list[dict[str, Any]]:
+    return [one | {"max_tokens": tokens, "ignore_eos": True, "n": 1} for one in catalogue(count, 11)]
+
+
+def _long() -> list[dict[str, Any]]:
+    """Texts that are still being written when a replica is killed, however busy the machine is."""
+    sampled = {"max_tokens": 900, "temperature": 0.8, "ignore_eos": True}
+    return [{"prompt": f"def read_{i}(path):\n", "seed": i} | sampled for i in range(12)]
+
+
+def _read(server: Running, one: dict[str, Any]) -> Any:
+    """All of a stream; or the error that it ended with."""
+    answer = server.ask("POST", "/v1/completions", one | {"stream": True})
+    if answer.status != 200:
+        return answer.status
+    events = [block.removeprefix("data: ") for block in answer.body.decode().split("\n\n") if block.startswith("data")]
+    if events[-1] != "[DONE]":
+        return json.loads(events[-1])["error"]["code"]
+    return joined(parsed(answer.body), 1)
+
+
+def _tokens(server: Running) -> float:
+    return server.metric("vllm:generation_tokens_total")
+
+
+def _wait_tokens(server: Running, count: float) -> None:
+    end = time.monotonic() + WAIT
+    while _tokens(server) < count and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def _wait_replicas(count: int) -> None:
+    from ray import serve
+
+    end = time.monotonic() + WAIT
+    while True:
+        states = serve.status().applications["specpress"].deployments["engine"].replica_states
+        if dict(states) == {"RUNNING": count}:
+            return
+        assert time.monotonic() < end, states
+        time.sleep(0.1)
+
+
+def _disturbed(two: Nodes, server: Running, requests: list[dict[str, Any]], turn: int) -> list[Any]:
+    """What is read of the requests, all at once, while a replica is killed, and then a node."""
+    before, wanted = _tokens(server), sum(one["max_tokens"] for one in requests)
+
+    victims = wait_for(ENGINE, 2)
+
+    def kill() -> None:
+        _wait_tokens(server, before + wanted / 16)
+        os.kill(victims[turn % 2], signal.SIGKILL)
+        _wait_tokens(server, before + wanted / 2)
+        two.kill(turn % 2)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with ThreadPoolExecutor(len(requests)) as pool:
+        found = list(pool.map(lambda one: _read(server, one), requests))
+    killer.join()
+    two.add()
+    _wait_replicas(2)
+    return found
+
+
+def _turns(two: Nodes, server: Running, requests: list[dict[str, Any]], expected: list[Any], turns: int) -> None:
+    for turn in range(turns):
+        found = _disturbed(two, server, requests, turn)
+        wrong = [place for place in range(len(requests)) if found[place] != expected[place]]
+        assert not wrong, (turn, len(wrong), requests[wrong[0]], found[wrong[0]], expected[wrong[0]])
+    resumed, lost = (server.metric(f"specpress:{name}_total") for name in ("resumed_requests", "engine_restarts"))
+    assert resumed >= turns and lost >= turns
+    print(f"{turns} replicas and {turns} nodes killed, {turns * len(requests)} streams, {resumed:.0f} resumptions")
+
+
+def test_a_killed_replica_and_a_killed_node_cost_their_streams_a_pause(
+    two: Nodes, pair: tuple[Path, Path], alone: Any, tmp_path: Path
+) -> None:
+    requests = _requests(12, 800)
+    expected = [right_answer(alone, one) for one in requests]
+    _turns(two, two.server(_told(two, pair), tmp_path / "log"), requests, expected, 1)
+
+
+@pytest.mark.slow
+def test_ten_times_a_replica_and_a_node_during_fifty_streams(
+    two: Nodes, pair: tuple[Path, Path], alone: Any, tmp_path: Path
+) -> None:
+    requests = _requests(50, 600)
+    expected = [right_answer(alone, one) for one in requests]
+    _turns(two, two.server(_told(two, pair), tmp_path / "log"), requests, expected, 10)
+
+
+@pytest.mark.slow
+def test_without_resuming_the_streams_of_a_killed_replica_end_with_errors(
+    two: Nodes, pair: tuple[Path, Path], alone: Any, tmp_path: Path
+) -> None:
+    requests = _long()
+    expected = [right_answer(alone, one) for one in requests]
+    found = _disturbed(two, two.server(_told(two, pair, resume=False), tmp_path / "log"), requests, 0)
+    assert "engine_down" in found
+    assert all(one in ("engine_down", right) for one, right in zip(found, expected, strict=True))
+
+
+@pytest.mark.slow
+def test_replicas_of_other_kernels_never_go_on_with_a_text(
+    two: Nodes, pair: tuple[Path, Path], alone: Any, tmp_path: Path
+) -> None:
+    """One of each: a text whose replica is lost waits for patience, and ends; the others are not touched."""
+    from ray import serve
+
+    from runtime.serve.ray_app import application
+    from runtime.serve.ray_command import APPLICATION
+    from tests.ray_unequal import Unequal
+
+    told = _told(two, pair, patience=1.0)
+    server = two.server(told, tmp_path / "log")
+    two.add(other=1)
+    two.kill(0)
+    serve.run(application(told, Unequal), name=APPLICATION, route_prefix="/")
+    _wait_replicas(2)
+    server.wait_ready()
+    short = [{"prompt": f"def f{i}(", "max_tokens": 4, "temperature": 0} for i in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        prints = {one["system_fingerprint"] for one in pool.map(lambda a: server.post("/v1/completions", **a), short)}
+    assert len(prints) == 2
+    requests = _long()
+    expected = [right_answer(alone, one) for one in requests]
+    before, victims = _tokens(server), wait_for(ENGINE, 2)
+
+    def kill() -> None:
+        _wait_tokens(server, before + 200)
+        os.kill(victims[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with ThreadPoolExecutor(len(requests)) as pool:
+        found = list(pool.map(lambda one: _read(server, one), requests))
+    killer.join()
+    assert "engine_down" in found and any(one == right for one, right in zip(found, expected, strict=True))
+    assert all(one in ("engine_down", right) for one, right in zip(found, expected, strict=True))

@@ -1,0 +1,162 @@
+"""Routing by what a prompt begins with, what the ingress costs, and replicas that come and go with the load."""
+
+import json
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.client import HTTPConnection
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+from runtime.serve.ray_config import ClusterConfig, Replicas, Routing
+from tests.ray_cluster import Nodes, nodes
+from tests.serving import Running, running
+
+PREFIXES, TOKENS, REQUESTS, CLIENTS = 4, 1024, 64, 4
+WAIT = 120.0
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Nodes]:
+    with nodes(2) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights of a tenth of TinyLlama, which has the positions for long prompts."""
+    from runtime.bench.random_models import write_shape
+    from runtime.bench.random_tokenizer import write_tokenizer
+
+    folder = write_shape("tinyllama-tenth", "int8", tmp_path_factory.mktemp("model") / "tenth")
+    write_tokenizer(folder, 32_000)
+    return folder
+
+
+def _told(two: Nodes, target: Path, replicas: Replicas, **other: Any) -> ClusterConfig:
+    fixed = {"target": str(target), "name": "pair", "port": two.port, "threads": 1, "replicas": replicas}
+    return ClusterConfig(**fixed | {"drafter": "none"} | other)
+
+
+def _replicas(least: int, most: int, **other: Any) -> Replicas:
+    return Replicas(least=least, most=most, cpus=0, resources={"engine": 1}, leave=5, **other)
+
+
+def _prompts(count: int) -> list[list[int]]:
+    """Prompts of some that begin alike, in no order."""
+    generator = random.Random(3)
+    prefixes = [[generator.randrange(10, 30_000) for _ in range(TOKENS)] for _ in range(PREFIXES)]
+    own = [[generator.randrange(10, 30_000) for _ in range(20)] for _ in range(count)]
+    found = [prefixes[place % PREFIXES] + tail for place, tail in enumerate(own)]
+    generator.shuffle(found)
+    return found
+
+
+def _first_token(server: Running, prompt: list[int]) -> tuple[float, int]:
+    """(seconds to the first token, tokens of the prompt that were in the cache)."""
+    body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=300)
+    began = time.monotonic()
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    first, lines = 0.0, []
+    for line in answer:
+        if line.startswith(b"data: {") and not first:
+            first = time.monotonic() - began
+        lines.append(line)
+    connection.close()
+    usage = next(json.loads(line[6:])["usage"] for line in reversed(lines) if b'"usage":{' in line)
+    return first, usage["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.mark.slow
+def test_prompts_that_begin_alike_go_where_that_is_known(two: Nodes, model: Path, tmp_path: Path) -> None:
+    found = {}
+    for prefix in (False, True):
+        told = _told(two, model, _replicas(2, 2), pages=56, max_batch=8, routing=Routing(prefix=prefix))
+        server = two.server(told, tmp_path / "log")
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            seen = list(pool.map(partial(_first_token, server), _prompts(REQUESTS)))
+        texts = [one["texts"] for one in server.engine()["replicas"]]
+        reused = sum(cached for _, cached in seen) / (REQUESTS * TOKENS)
+        found[prefix] = median(first for first, _ in seen), reused, max(texts) / mean(texts), len(texts)
+    print(f"first token, reuse, load over mean: {found[False][:3]} by Ray, {found[True][:3]} by prefix")
+    first, reused, load, used = found[True]
+    assert reused >= 0.8 and load <= 1.5 and used == 2
+    assert first <= 0.6 * found[False][0]
+
+
+@pytest.mark.slow
+def test_what_the_ingress_costs(two: Nodes, model: Path, tmp_path: Path) -> None:
+    """In turns with the server alone: the first token of a short prompt, and tokens a second of four streams."""
+    from runtime.bench.http import streams
+
+    server = two.server(_told(two, model, _replicas(1, 1), pages=200), tmp_path / "log")
+    with running(
+        tmp_path / "alone", [f"pair={model}"], "--threads", "1", "--drafter", "none", "--pages", "200"
+    ) as alone:
+        firsts: dict[int, list[float]] = {server.port: [], alone.port: []}
+        rates: dict[int, list[float]] = {server.port: [], alone.port: []}
+        for turn in range(9):
+            for port in firsts:
+                asked = [
+                    {"prompt": [turn + 10, one + 10, 7], "max_tokens": 64, "temperature": 0, "ignore_eos": True}
+                    for one in range(4)
+                ]
+                firsts[port].append(streams(port, asked[:1])[1])
+                rates[port].append(streams(port, asked)[0])
+    added = 1e3 * (median(firsts[server.port]) - median(firsts[alone.port]))
+    share = median(a / b for a, b in zip(rates[server.port], rates[alone.port], strict=True))
+    print(f"the ingress adds {added:.1f} ms to the first token, and leaves {share:.2f} of the tokens a second")
+    assert added <= 8
+    assert share >= 0.9
+
+
+def _counts() -> dict[str, int]:
+    from ray import serve
+
+    states = serve.status().applications["specpress"].deployments["engine"].replica_states
+    return {str(key): count for key, count in states.items()}
+
+
+def test_replicas_follow_the_load_and_too_much_is_told_so(two: Nodes, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    told = _told(two, pair[0], _replicas(1, 2, texts=2, up_after=1, down_after=3), max_batch=4, max_queued=4, pages=200)
+    server = two.server(told, tmp_path / "log")
+    statuses: Counter[int] = Counter()
+    busy = threading.Event()
+
+    def client(seed: int) -> None:
+        asked = {"prompt": f"def f{seed}(", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+        while not busy.is_set():
+            statuses[server.ask("POST", "/v1/completions", asked).status] += 1
+
+    assert _counts() == {"RUNNING": 1}
+    with ThreadPoolExecutor(6) as pool:
+        for seed in range(6):
+            pool.submit(client, seed)
+        _until(lambda: _counts().get("RUNNING") == 2)
+        busy.set()
+    _until(lambda: _counts() == {"RUNNING": 1})
+    assert set(statuses) == {200}, statuses
+    with ThreadPoolExecutor(40) as pool:
+        asked = {"prompt": "import", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+        answers = list(pool.map(lambda seed: server.ask("POST", "/v1/completions", asked | {"seed": seed}), range(40)))
+    assert {one.status for one in answers} == {200, 429}
+    assert all(int(one.headers["retry-after"]) >= 1 for one in answers if one.status == 429)
+
+
+def _until(holds: Any) -> None:
+    end = time.monotonic() + WAIT
+    while not holds():
+        assert time.monotonic() < end, _counts()
+        time.sleep(0.1)
