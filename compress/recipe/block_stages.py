@@ -27,7 +27,7 @@ _METHOD_KEYS: dict[str, dict[str, Any]] = {
 _TRELLIS_KEYS = {"damping": DAMPING, "fold": True}
 _TRELLISES = tuple(name for name in FITTED if name not in GRIDS)
 # What rounding needs no more than the layer's name for; one model holds what is of one library beside each other.
-_MIXABLE = ("int8-dynamic", *GRIDS, *_TRELLISES)
+MIXABLE = ("int8-dynamic", *GRIDS, *_TRELLISES)
 
 Share = Annotated[float, Field(gt=0, lt=1, strict=False)]
 # More than this of the blocks leaves no model (prune/depth.py).
@@ -79,8 +79,8 @@ class LayerScheme(Strict):
 
     @model_validator(mode="after")
     def _fit(self) -> "LayerScheme":
-        if self.scheme not in _MIXABLE:
-            raise ValueError(f"scheme: expected one of {', '.join(_MIXABLE)}, found {self.scheme}")
+        if self.scheme not in MIXABLE:
+            raise ValueError(f"scheme: expected one of {', '.join(MIXABLE)}, found {self.scheme}")
         if self.method == "gptq" and self.scheme not in FITTED:
             raise ValueError(f"method: expected rtn with scheme {self.scheme}, found gptq")
         if self.act_order and (self.method != "gptq" or self.scheme not in GRIDS):

@@ -1,16 +1,15 @@
 """What the report says in words: how figures are written, the three headlines, the findings (of sizes, quality, speed
 and of stages that trained), the lossless class."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from compress.export import told
 from compress.records import ExpertRecord
 from compress.report import verdict_words
 from compress.report.schema import Interval95, Report, Sparsity
 from compress.report.schema_speed import PLAIN, Speed
+from compress.report.training_words import training_findings
 
 NOT_MEASURED = "not measured"
 NO_GAIN = "Speculation does not pay on this machine"
@@ -271,57 +270,6 @@ def _speculation_findings(report: Report) -> Iterator[str]:
             f"{percent(speed.repeated_4gram_share)} of the output's 4-grams are repetitions, which are easy to "
             "draft: the more there are, the less the acceptance rate says about other text."
         )
-
-
-def training_findings(training: Mapping[str, Any]) -> tuple[str, ...]:
-    """A sentence or two for each of the stages heal, draft and medusa of `calibration.training`; the others say theirs
-    elsewhere."""
-    heal, draft, medusa = (training.get(kind, {}) for kind in ("heal", "draft", "medusa"))
-    return told(
-        "perplexity" in heal and _healed(**heal["perplexity"]),
-        "acceptance" in draft and _aligned(**draft["acceptance"]),
-        "tokens_per_round" in medusa and _with_heads(medusa),
-    )
-
-
-def won_back(original: float, pruned: float, healed: float) -> float | None:
-    """The share of the log-perplexity lost by pruning that healing has won back; None where pruning lost nothing."""
-    lost = math.log(pruned / original)
-    return math.log(pruned / healed) / lost if lost > 0 else None
-
-
-def _healed(original: float, pruned: float, healed: float) -> str:
-    share = won_back(original, pruned, healed)
-    gain = ""
-    if share is not None:
-        gain = (
-            ": it has NOT helped" if share <= 0 else f", which wins back {100 * share:.0f} % of the log-perplexity lost"
-        )
-    return (
-        f"Pruning took perplexity on the windows held out of training from {original:.2f} to {pruned:.2f}; healing has "
-        f"brought it to {healed:.2f}{gain}."
-    )
-
-
-def _aligned(before: dict[str, Any], after: dict[str, Any]) -> str:
-    start, end = before["acceptance_rate"], after["acceptance_rate"]
-    greedy = "nothing was drafted greedily" if start is None or end is None else f"{start:.3f} to {end:.3f}"
-    worse = " It has NOT helped." if after["agreement"] <= before["agreement"] else ""
-    return (
-        "Training the draft on the compressed model has changed its greedy acceptance on held-out text, 4 drafted "
-        f"tokens a round: {greedy}; the share of positions where both put the same token first: "
-        f"{before['agreement']:.3f} to {after['agreement']:.3f}.{worse}"
-    )
-
-
-def _with_heads(medusa: dict[str, Any]) -> str:
-    before, after = medusa["tokens_per_round"]["before"], medusa["tokens_per_round"]["after"]
-    if before is None or after is None:
-        return "The Medusa heads' tokens a round could not be measured: nothing was drafted."
-    return (
-        f"With the tree of {len(medusa['tree'])} nodes the {medusa['heads']} Medusa heads gain {after:.2f} tokens a "
-        f"round on held-out text; untrained they gain {before:.2f}."
-    )
 
 
 def lossless(report: Report) -> str:

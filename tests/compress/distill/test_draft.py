@@ -22,7 +22,7 @@ from compress.errors import UserError
 from compress.recipe import Recipe
 from compress.recipe.training import Budget
 from compress.recipe.training_stages import Draft
-from compress.report.wording import training_findings
+from compress.report.training_words import training_findings
 from compress.training import float_model
 from compress.training.contract import StageContext
 from runtime import load

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compress.report.wording import training_findings, won_back
+from compress.report.training_words import training_findings, won_back
 
 perplexity = st.floats(1.01, 1e4)
 

@@ -22,7 +22,7 @@ from compress.pipeline import compress
 from compress.progress import Note, Progress, silent, unsaid
 from compress.recipe import Recipe
 from compress.records import RunFacts
-from compress.report.wording import training_findings
+from compress.report.training_words import training_findings
 from compress.training.contract import Loss
 
 Tiny = Callable[..., Path]
