@@ -19,8 +19,6 @@ from runtime.formats.packed import Kind, PackedWeight, Tiles
 from runtime.formats.tensors import round_scale
 from runtime.formats.trellis import decode, signed_levels, state_grid
 
-# Places start this far from their code at the most: on its side of the border to the neighbour's.
-_WITHIN = 0.495
 _MOST_LEVEL = 127
 
 
@@ -86,7 +84,8 @@ class LearnedGrid(LearnedLinear):
     reach   how many codes up and down one may move.
 
     place   parameter (N, K): where in units of the scale each weight stands, zero point included; its code is the
-            nearest one. It starts at the weight, moved to the code's side of the border where the code is another's.
+            nearest one. It starts at the weight; where GPTQ has taken another code than the weight's nearest, to make
+            up for other errors, at that code, for the weight says nothing of it then.
     """
 
     def __init__(
@@ -111,7 +110,9 @@ class LearnedGrid(LearnedLinear):
         if weight is not None:
             exact = weight.float().unflatten(1, (packed.scale.shape[1], -1)) / packed.scale.unsqueeze(-1)
             codes, exact = packed.codes.float(), (exact + self.zero.unsqueeze(-1)).flatten(1)
-            self.place = nn.Parameter(exact.clamp(codes - _WITHIN, codes + _WITHIN))
+            # What lies beyond the grid's ends starts at them: from afar it would never come back.
+            exact = exact.clamp(self.low, self.high)
+            self.place = nn.Parameter(torch.where(exact.round() == codes, exact, codes))
 
     def moved(self) -> Tensor:
         """(N, K) float32: the codes as they are now."""

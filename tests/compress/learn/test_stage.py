@@ -103,7 +103,8 @@ def test_training_brings_the_model_nearer_in_equal_bytes(
     report = run(Learn.model_validate({}), context, tmp_path / "model")
     before, after = report["held_out_kl"]["plain"], report["held_out_kl"]["kept"]
     assert report["kept"] == "learned" and after < before and report["best_step"] > 0
-    assert (report["moved"] > 0) == (name != "trellis")
+    # At eight bits a step is too small to move a code, and a trellis' sequences stay.
+    assert (report["moved"] > 0) == (name not in ("trellis", "int8"))
     # The directory is what was measured, through the kernels, and loads as the packed one did.
     assert held_out_kl(original, tmp_path / "model", context.held_out) == pytest.approx(after, rel=0.02)
     assert held_out_kl(original, model, context.held_out) == pytest.approx(before, rel=0.02)
@@ -181,9 +182,7 @@ def test_recomputed_activations_change_no_gradient(packed: Callable[[str], tuple
 
 
 @pytest.mark.parametrize(("name", "form"), [("int4", "gptq"), ("int4", "compressed-tensors"), ("int2", "gptq")])
-def test_a_recipe_runs_it_and_its_exports_hold_the_same_codes(
-    tiny: Tiny, tmp_path: Path, name: str, form: str
-) -> None:
+def test_a_recipe_runs_it_and_its_exports_hold_the_same_codes(tiny: Tiny, tmp_path: Path, name: str, form: str) -> None:
     source = tmp_path / "code.txt"
     source.write_text("\n".join(f"def double_{i}(value):\n    return value * {i % 17} + {i}" for i in range(300)))
     kept: list[RunFacts] = []
