@@ -64,6 +64,10 @@ class _Collector:
         # path → the window in which it was seen first
         self.began: dict[str, int] = {}
         self.window = 0
+        # Where a drift is wanted: path → what the original has there in the window that runs, seen before it.
+        self.exact: dict[str, Tensor] = {}
+        self.is_twin = False
+        self.drifts = any(want.drift for want in self.wants.values())
         # What comes out of the block is thrown away (these are the weights before the stages): a window is done when
         # its last input was seen. How many there are the first one tells, which goes through to the end, as all windows
         # of a mixture do: which experts are called is the text's affair.
@@ -74,11 +78,20 @@ class _Collector:
     def run(self, inputs: Inputs) -> None:
         """Sends all windows through the block, as far as there is something to see."""
         with self._hooked():
+            self._see_twin(inputs, 0)
             for number, _ in enumerate(inputs.show(self.block)):
+                self._see_twin(inputs, number + 1)
                 self.window = number + 1
                 self.seen.clear()
                 self.last_call, self.calls = self.calls if self.steady else None, 0
         self.seen.clear()
+
+    def _see_twin(self, inputs: Inputs, number: int) -> None:
+        """Keeps what the original has in the window that comes next, where there is one."""
+        if self.drifts and number < len(inputs):
+            self.exact, self.is_twin = {}, True
+            inputs.show_twin(self.block, number)
+            self.is_twin = False
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
@@ -91,6 +104,9 @@ class _Collector:
 
     def _see(self, path: str, module: nn.Module, given: tuple[Any, ...]) -> None:
         x: Tensor = given[0]
+        if self.is_twin:
+            self.exact[path] = x.detach()
+            return
         first, _ = self.seen.setdefault(id(x), (path, x))
         leader = self.leaders.get(path)
         if leader is None:
@@ -104,7 +120,7 @@ class _Collector:
         if leader == path:
             check_window(x, self.window, f"the inputs of {self.block.prefix}.{path}")
             with torch.no_grad():
-                self.moments[path].add(x)
+                self.moments[path].add(x, self.exact[path] if self.wants[path].drift else None)
         elif first != leader:
             raise UserError(
                 f"{self.block.prefix}.{path}: expected layers that share their inputs in every window or in none, "

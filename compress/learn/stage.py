@@ -30,7 +30,7 @@ class LearnTask(DistilledTask):
 
     def __init__(self, learned: LearnedModel, teacher: Any, held_out: Tensor, stage: Learn, autocast: bool = False):
         super().__init__(learned.model, teacher, held_out, Objective(stage.loss.weights()), autocast)
-        self.stage = stage
+        self.stage, self.original = stage, teacher
         self.parts: dict[str, tuple[list[nn.Parameter], float]] = {
             "scales": ([layer.gain for layer in learned.layers.values()], 1.0),
             "levels": ([one.shift for one in learned.layers.values() if isinstance(one, LearnedTrellis)], stage.levels),
@@ -65,7 +65,7 @@ class LearnTask(DistilledTask):
         device, found = next(self.model.parameters()).device, []
         for windows in portions(self.held_out):
             tokens = windows.to(device)
-            wanted, given = (model(input_ids=tokens, use_cache=False).logits for model in (self.teacher, self.model))
+            wanted, given = (model(input_ids=tokens, use_cache=False).logits for model in (self.original, self.model))
             rows = (log_probabilities(logits.flatten(0, 1)) for logits in (wanted, given))
             found.append(float(kl_rows(*rows).double().sum()))
         return math.fsum(found) / self.held_out.numel()

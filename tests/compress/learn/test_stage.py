@@ -195,7 +195,7 @@ def test_a_recipe_runs_it_and_its_exports_hold_the_same_codes(tiny: Tiny, tmp_pa
     quantize = {"scheme": name, "group_size": 32, "method": "gptq", "act_order": True}
     stages = [{"quantize": quantize}, {"learn": {"training": training}}]
     recipe = Recipe.model_validate({"name": "own", "stages": stages})
-    options = {"calib": str(source), "seq_len": 32, "eval_tokens": 64, "samples": 2, "threads": 1}
+    options: dict[str, Any] = {"calib": str(source), "seq_len": 32, "eval_tokens": 64, "samples": 2, "threads": 1}
     artifact = compress(tiny("llama"), recipe, tmp_path / "out", report=report, **options)
     artifact.verify()
     [facts] = kept
