@@ -26,9 +26,9 @@ def made(scheme: str, group: int, symmetric: bool, rounding: bool = True) -> tup
     return learned(packed, None, torch.bfloat16, weight if rounding else None, 1), packed, weight
 
 
-def train(layer: LearnedLinear, weight: Tensor, steps: int = 40, rate: float = 0.02) -> tuple[float, float]:
+def train(layer: LearnedLinear, weight: Tensor, steps: int = 25, rate: float = 0.02) -> tuple[float, float]:
     """Outputs' squared error at random inputs, before and after some steps towards `weight`."""
-    x = random(256, weight.shape[1], 1)
+    x = random(128, weight.shape[1], 1)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=rate, weight_decay=0.0)
     losses = []
     for _ in range(steps):
@@ -49,7 +49,7 @@ def test_untrained_a_layer_is_what_it_was(scheme: str, group: int, symmetric: bo
     assert torch.equal(layer.weight.detach(), dequantize(packed))
 
 
-@pytest.mark.parametrize(("scheme", "group", "symmetric"), SCHEMES[:-1])
+@pytest.mark.parametrize(("scheme", "group", "symmetric"), SCHEMES[:3])
 def test_training_helps_and_packs_as_computed(scheme: str, group: int, symmetric: bool) -> None:
     layer, packed, weight = made(scheme, group, symmetric)
     # A step that suits codes of a few bits is far too large for those of eight.

@@ -93,18 +93,18 @@ def size(folder: Path) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in open_checkpoint(folder).shards.values())
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", ["int2", *(pytest.param(n, marks=pytest.mark.slow) for n in STAGES if n != "int2")])
 def test_training_brings_the_model_nearer_in_equal_bytes(
     packed: Callable[[str], tuple[Path, Path]], tmp_path: Path, name: str
 ) -> None:
     original, model = packed(name)
     rate = 3e-4 if name == "int8" else 5e-3
-    context = given(original, model, tmp_path / "work", 24, rate)
+    context = given(original, model, tmp_path / "work", 12, rate)
     report = run(Learn.model_validate({}), context, tmp_path / "model")
     before, after = report["held_out_kl"]["plain"], report["held_out_kl"]["kept"]
     assert report["kept"] == "learned" and after < before and report["best_step"] > 0
-    # At eight bits a step is too small to move a code, and a trellis' sequences stay.
-    assert (report["moved"] > 0) == (name not in ("trellis", "int8"))
+    # A trellis' sequences stay.
+    assert (report["moved"] > 0) == (name != "trellis")
     # The directory is what was measured, through the kernels, and loads as the packed one did.
     assert held_out_kl(original, tmp_path / "model", context.held_out) == pytest.approx(after, rel=0.02)
     assert held_out_kl(original, model, context.held_out) == pytest.approx(before, rel=0.02)
@@ -142,6 +142,7 @@ def test_parts_that_have_no_rate_stay(packed: Callable[[str], tuple[Path, Path]]
     assert changed and all(name.endswith("weight_scale") for name in changed)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_weights(
     packed: Callable[[str], tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +182,7 @@ def test_recomputed_activations_change_no_gradient(packed: Callable[[str], tuple
         assert plain is not None and again is not None and torch.equal(plain, again)
 
 
-@pytest.mark.parametrize(("name", "form"), [("int4", "gptq"), ("int4", "compressed-tensors"), ("int2", "gptq")])
+@pytest.mark.parametrize(("name", "form"), [("int4", "gptq"), ("int2", "compressed-tensors")])
 def test_a_recipe_runs_it_and_its_exports_hold_the_same_codes(tiny: Tiny, tmp_path: Path, name: str, form: str) -> None:
     source = tmp_path / "code.txt"
     source.write_text("\n".join(f"def double_{i}(value):\n    return value * {i % 17} + {i}" for i in range(300)))
@@ -191,7 +192,7 @@ def test_a_recipe_runs_it_and_its_exports_hold_the_same_codes(tiny: Tiny, tmp_pa
         kept.append(facts)
         return {}
 
-    training = {"tokens": 512, "batch": 4, "length": 16, "save_every": 4, "evaluate_every": 4}
+    training = {"tokens": 512, "batch": 4, "length": 16, "save_every": 8, "evaluate_every": 8}
     quantize = {"scheme": name, "group_size": 32, "method": "gptq", "act_order": True}
     stages = [{"quantize": quantize}, {"learn": {"training": training}}]
     recipe = Recipe.model_validate({"name": "own", "stages": stages})
