@@ -24,6 +24,7 @@ class Wants:
     norms    the root of the sum of x², by channel.
     absmax   the largest and the mean |x|, by channel.
     rows     how many input rows to keep, drawn evenly from all (0: none).
+    drift    the mean of (x̃ − x) xᵀ, (K, K), x̃ being what the original has where x is: x is then added with it.
     observer the range of all values together, as the observer of that name (`calib.observers.OBSERVERS`) has it.
     """
 
@@ -32,6 +33,7 @@ class Wants:
     absmax: bool = False
     rows: int = 0
     observer: str | None = None
+    drift: bool = False
 
     def __or__(self, other: "Wants") -> "Wants":
         """What serves both: one pass feeds every stage of a block."""
@@ -41,14 +43,16 @@ class Wants:
             self.absmax or other.absmax,
             max(self.rows, other.rows),
             self.observer or other.observer,
+            self.drift or other.drift,
         )
 
 
 class Moments:
     """Statistics of one linear layer's inputs, batch after batch; layers that read one tensor can share one.
 
-    Memory: `nbytes` (4 K² for the Hessian, 16 K for sums, 4 K a kept row), and while `add` runs a float32 copy of 4096
-    rows at most. Sums by channel are float64; the Hessian is a float32 running mean whose products are float32.
+    Memory: `nbytes` (4 K² for the Hessian and for the drift, 16 K for sums, 4 K a kept row), and while `add` runs a
+    float32 copy of 4096 rows at most. Sums by channel are float64; the Hessian is a float32 running mean whose products
+    are float32.
     """
 
     def __init__(self, inputs: int, wants: Wants, seed: int = 0):
@@ -57,6 +61,7 @@ class Moments:
             raise ValueError(f"expected at least 1 input and 0 rows, found {inputs} and {wants.rows}")
         self.inputs, self.wants, self.tokens = inputs, wants, 0
         self._hessian = torch.zeros(inputs, inputs) if wants.hessian else None
+        self._drift = torch.zeros(inputs, inputs) if wants.drift else None
         self._mirrored = True  # whether the half below the diagonal is filled
         self._squares = torch.zeros(inputs, dtype=torch.float64) if wants.norms else None
         self._sizes = torch.zeros(inputs, dtype=torch.float64) if wants.absmax else None
@@ -66,8 +71,8 @@ class Moments:
         self._chooser = torch.Generator().manual_seed(seed)
         self._observer = OBSERVERS[wants.observer]() if wants.observer else None
 
-    def add(self, x: Tensor) -> None:
-        """Takes in x (..., K) of any float dtype.
+    def add(self, x: Tensor, exact: Tensor | None = None) -> None:
+        """Takes in x (..., K) of any float dtype; `exact`, of its shape: what the original has there, for the drift.
 
         Raises ValueError, having taken in nothing, for another width or where a value is NaN or infinite: the caller
         knows the layer's name.
@@ -82,8 +87,19 @@ class Moments:
             raise ValueError(f"{int((~torch.isfinite(x)).sum())} of {x.numel()} inputs are NaN or infinite")
         if self._observer is not None:
             self._observer.add(x)
+        if (exact is None) == self.wants.drift or (exact is not None and exact.numel() != x.numel()):
+            raise ValueError("expected what the original has where a drift is wanted, row by row, and there only")
+        before = self.tokens
         for rows in x.split(_ROWS):
             self._add_rows(rows.float())
+        if self._drift is not None and exact is not None:
+            both = zip(x.split(_ROWS), exact.detach().reshape(-1, self.inputs).split(_ROWS), strict=True)
+            for rows, wanted in both:
+                share = len(rows) / (before + len(rows))
+                self._drift.addmm_(
+                    (wanted.float() - rows.float()).T, rows.float(), beta=1 - share, alpha=share / len(rows)
+                )
+                before += len(rows)
 
     def _add_rows(self, x: Tensor) -> None:
         before, self.tokens = self.tokens, self.tokens + len(x)
@@ -135,6 +151,11 @@ class Moments:
         return hessian
 
     @property
+    def drift(self) -> Tensor:
+        """(K, K) float32, the mean of (x̃ − x) xᵀ over the tokens. Read only."""
+        return _wanted(self._drift)
+
+    @property
     def norms(self) -> Tensor:
         """(K,) float32, the root of the sum of x² over the tokens."""
         return _wanted(self._squares).sqrt().float()
@@ -167,7 +188,7 @@ class Moments:
         """Bytes that it holds once all rows are there: a forecast can ask before the first token."""
         each = 4 * self.inputs
         return (
-            each * self.inputs * self.wants.hessian
+            each * self.inputs * (self.wants.hessian + self.wants.drift)
             + 2 * each * self.wants.norms
             + 3 * each * self.wants.absmax
             + (each + 8) * self.wants.rows
@@ -190,6 +211,9 @@ class Moments:
             other._hessian *= inverse.float()
             # The two sides of the diagonal were rounded in different orders.
             other._mirrored = False
+        if self._drift is not None:
+            other._drift = self._drift * inverse.float().unsqueeze(1)
+            other._drift *= inverse.float()
         if self._squares is not None:
             other._squares = self._squares * inverse.square()
         if self._sizes is not None and self._absmax is not None:

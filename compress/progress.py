@@ -24,6 +24,7 @@ _TITLES = {
     "tokenize": "Reading the text",
     "train": "Training",
     "heal": "Healing",
+    "learn": "Training scales and codes",
     "ternary": "Training ternary weights",
     "qat": "Training quantised weights",
     "draft": "Training the draft",

@@ -80,6 +80,11 @@ class Activations:
         """S · T."""
         return int(self.data.shape[0] * self.data.shape[1])
 
+    def stored(self) -> Iterator[tuple[Row, Tensor]]:
+        """Every window as `save` takes it."""
+        for number in range(len(self)):
+            yield self.row or Row(self.data.shape[2]), self.window(number)
+
     def window(self, number: int) -> Tensor:
         """(1, T, W), a copy."""
         out = torch.empty(1, *self.data.shape[1:])
@@ -89,13 +94,17 @@ class Activations:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What goes into a block, and how the model calls it."""
+    """What goes into a block, and how the model calls it.
+
+    twins  whether behind the windows those of the original model follow, as many, which no rounded layer has changed.
+    """
 
     activations: Activations
     call: Call
+    twins: bool = False
 
     def __len__(self) -> int:
-        return len(self.activations)
+        return len(self.activations) // (2 if self.twins else 1)
 
     @property
     def row(self) -> Row:
@@ -117,6 +126,16 @@ class Inputs:
         for number in range(len(self)):
             window = self.activations.window(number)
             yield self.row.following(window, *self.output(block, number, window))
+
+    def following_twins(self, block: Block) -> Iterator[tuple[Row, Tensor]]:
+        """`following` of the original's windows, by a block that no stage has changed yet."""
+        for number in range(len(self), len(self.activations)):
+            window = self.activations.window(number)
+            yield self.row.following(window, *self.output(block, number, window))
+
+    def show_twin(self, block: Block, number: int) -> None:
+        """Sends the original's window of that number through the block, for hooks to see."""
+        self.output(block, number, self.activations.window(len(self) + number))
 
     def show(self, block: Block) -> Iterator[None]:
         """Sends each window through the block, for hooks to see.

@@ -9,7 +9,7 @@ import hashlib
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -51,7 +51,7 @@ class Order:
 class SharedInputs(Inputs):
     """What goes into a block, of process 0, with whom the others walk."""
 
-    world: World
+    world: World = field(kw_only=True)
 
     def following(self, block: Block) -> Iterator[tuple[Row, Tensor]]:
         """See Inputs."""

@@ -70,6 +70,10 @@ class Collector:
         # path → the window in which it was seen first
         self.began: dict[str, int] = {}
         self.window = 0
+        # Where a drift is wanted: path → what the original has there in the window that runs, seen before it.
+        self.exact: dict[str, Tensor] = {}
+        self.is_twin = False
+        self.drifts = any(want.drift for want in self.wants.values())
         # What comes out of the block is thrown away (these are the weights before the stages): a window is done when
         # its last input was seen. How many there are the first one tells, which goes through to the end, as all windows
         # of a mixture do: which experts are called is the text's affair.
@@ -80,7 +84,9 @@ class Collector:
     def run(self, inputs: Inputs) -> None:
         """Sends all windows through the block, as far as there is something to see."""
         with self._hooked():
+            self._see_twin(inputs, 0)
             for number, _ in enumerate(inputs.show(self.block)):
+                self._see_twin(inputs, number + 1)
                 self.begin_window(number + 1)
         self.seen.clear()
 
@@ -89,6 +95,13 @@ class Collector:
         self.window = number
         self.seen.clear()
         self.last_call, self.calls = (self.calls or None) if self.steady else None, 0
+
+    def _see_twin(self, inputs: Inputs, number: int) -> None:
+        """Keeps what the original has in the window that comes next, where there is one."""
+        if self.drifts and number < len(inputs):
+            self.exact, self.is_twin = {}, True
+            inputs.show_twin(self.block, number)
+            self.is_twin = False
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
@@ -100,7 +113,10 @@ class Collector:
                 handle.remove()
 
     def _hook(self, path: str, module: nn.Module, given: tuple[Any, ...]) -> None:
-        self.see(path, given[0])
+        if self.is_twin:
+            self.exact[path] = given[0].detach()
+        else:
+            self.see(path, given[0])
 
     def see(self, path: str, x: Tensor, mine: Callable[[str], bool] = lambda path: True) -> None:
         """What a layer is given; `mine`: whether what a layer sees is added up here.
@@ -122,7 +138,7 @@ class Collector:
             check_window(x, self.window, f"the inputs of {self.block.prefix}.{path}")
             if mine(path):
                 with torch.no_grad():
-                    self.moments[path].add(x)
+                    self.moments[path].add(x, self.exact[path] if self.wants[path].drift else None)
         elif first != leader:
             raise UserError(
                 f"{self.block.prefix}.{path}: expected layers that share their inputs in every window or in none, "

@@ -98,6 +98,7 @@ def forecast(source: Source, plan: Plan, blocks: BlockPlan | None, copied: int =
         memory += max(layers) * _FLOAT * _LAYER_COPIES + factor * _HESSIAN_COPIES
         if blocks.reads_text:
             windows, length = blocks.tokens.shape
+            windows *= 2 if blocks.twins else 1
             held = windows * length * _numbers_of_token(blocks.loader.structure.text_config) * _FLOAT
             memory += _window_bytes(blocks, length)
             # Once for the statistics and once for the next block's inputs.

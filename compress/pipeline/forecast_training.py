@@ -12,7 +12,7 @@ from compress.pipeline.forecast import Forecast, compute_seconds, resident, stor
 from compress.recipe import Recipe
 from compress.recipe.block_draft import BlockDraft
 from compress.recipe.training import TrainingStage
-from compress.recipe.training_stages import DistillationStage, Draft, Medusa
+from compress.recipe.training_stages import DistillationStage, Draft, Learn, Medusa
 from compress.training.data import AT_ONCE
 
 _FLOAT, _HALF, _TOKEN = 4, 2, 4
@@ -26,6 +26,9 @@ _LOGITS_COPIES = 6
 # Of the logits of a batch by one Medusa head: as they are in bfloat16 and float32, their gradient, and what cross
 # entropy keeps.
 _HEAD_COPIES = 4
+# Of the weights of a model that is learned: the original's, and what a layer keeps of its own until its gradient is
+# known: codes as floats, scaled, and as its product takes them.
+_LEARNED_COPIES = 4
 # Forward passes that a token costs what is trained: its forward, and its backward twice.
 _PASSES = 3
 # Medusa's windows beside those that are trained on: they choose the tree and give the figures.
@@ -138,6 +141,8 @@ def _share(stage: TrainingStage, sizes: Sizes) -> Share:
         return _of_medusa(stage, sizes)
     if isinstance(stage, BlockDraft):
         return _of_blocks(stage, sizes)
+    if isinstance(stage, Learn):
+        return _of_learned(stage, sizes)
     return _of_model(stage, sizes)
 
 
@@ -150,6 +155,15 @@ def _of_model(stage: TrainingStage, sizes: Sizes) -> Share:
     if answers is not None:
         work += answers.windows * stage.training.length * (answers.top * (_TOKEN + _FLOAT) + _FLOAT)
     return Share(memory, work, sizes.stored, (_PASSES + (answers is None)) * 2.0 * sizes.target.weights)
+
+
+def _of_learned(stage: Learn, sizes: Sizes) -> Share:
+    """Places of codes are trained, where they may move, beside the original; scales and norms are few."""
+    weights = sizes.target.weights
+    trained = weights if stage.rounding else 0
+    memory = (_TRAINED_COPIES * trained + _LEARNED_COPIES * weights) * _FLOAT + _batch(stage, sizes.target, sizes)
+    work = trained * _FLOAT * _CHECKPOINT_COPIES + sizes.packed
+    return Share(memory, work, sizes.packed, (_PASSES + 1) * 2.0 * weights)
 
 
 def _of_draft(stage: Draft, sizes: Sizes) -> Share:

@@ -4,6 +4,7 @@ no training              one pass, whose parts become model/
 prune, heal              a pass that prunes, then training, whose result is model/
 prune, heal, quantize    the same, then a second pass over what was healed
 ternary, qat             training first, unless there is something to prune
+quantize, learn          one pass, then training of what it has packed
 """
 
 import shutil
@@ -113,7 +114,7 @@ def make_model(planned: Pass | None, inputs: RunInputs, journal: Journal, mapped
         release()
         out = plain if plain.exists() else out
     if not trained:
-        return made
+        return _learn(made, inputs, journal)
     for index in trained:
         finished = _train(index, out, inputs, journal)
         out = finished.out
@@ -130,6 +131,23 @@ def make_model(planned: Pass | None, inputs: RunInputs, journal: Journal, mapped
     made.layers, made.left_alone = known.layers, known.left_alone
     made.experts += known.experts
     made.pruned = results.linears if made.pruned else ()
+    return _learn(made, inputs, journal)
+
+
+def _learn(made: ModelResult, inputs: RunInputs, journal: Journal) -> ModelResult:
+    """Trains what model/ is made of, where the recipe says so, and puts the result in its place.
+
+    What is known of layers stays as it was when their codes were chosen, but for their outputs' errors: on the way to
+    the original's answers a layer's own outputs may go further from what they were.
+    """
+    model = journal.folder / "model"
+    for index, stage in enumerate(inputs.context.recipe.stages):
+        if stage.learn is not None:
+            finished = _train(index, model, inputs, journal)
+            _clear(model)
+            copy_folder(finished.out, model)
+            _remember(made, stage.kind, finished.report)
+            made.layers = tuple(replace(layer, output_error=None) for layer in made.layers)
     return made
 
 
@@ -166,7 +184,8 @@ def follow(inputs: RunInputs, world: World) -> None:
 def make_companions(inputs: RunInputs, journal: Journal, made: ModelResult) -> None:
     """Makes draft/, medusa/ and block/ beside the finished model/: by their stages, or as the draft is."""
     folder = journal.folder
-    stages = {stage.kind: index for index, stage in enumerate(inputs.context.recipe.stages) if _after(stage.kind)}
+    recipe = inputs.context.recipe
+    stages = {stage.kind: index for index, stage in enumerate(recipe.stages) if _beside(stage.kind)}
     results = {KINDS[kind].result for kind in stages}
     for name in {"draft", *results}:
         _clear(folder / name)
@@ -200,7 +219,7 @@ def _train(index: int, model: Path, inputs: RunInputs, journal: Journal) -> cont
     draft = drafting if drafting.is_dir() else inputs.draft.path if inputs.draft is not None else None
     texts = journal.folder / STAGES
     context = _stage_context(index, model, draft, texts, home / "work", inputs)
-    if _after(stage.kind):
+    if _beside(stage.kind):
         context = replace(context, pack=partial(_pack, inputs, journal))
     current().share((index, model, draft, texts))
     return contract.run_stage(stage, home, journal, context, text.report())
@@ -292,6 +311,11 @@ def _second_journal(journal: Journal) -> Journal:
 
 def _after(kind: str) -> bool:
     return kind in KINDS and KINDS[kind].after_packing
+
+
+def _beside(kind: str) -> bool:
+    """Whether the stage's result lies beside the packed model, and is none."""
+    return _after(kind) and KINDS[kind].result != "model"
 
 
 def _clear(folder: Path) -> None:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -30,6 +31,7 @@ from compress.calibration.capture import Capture
 from compress.calibration.carried import Call, Row
 from compress.calibration.shared import SharedInputs, collect_shared
 from compress.calibration.statistics import collect, union
+from compress.errors import UserError
 from compress.model.block import Block, Statistics
 from compress.model.block_loader import BlockLoader
 from compress.model.plan import Plan
@@ -53,6 +55,7 @@ class BlockPlan:
     mapped  whether activations stay in their file instead of in memory.
     wants   by block, what the stages want together; a block that wants nothing is missing.
     meta_blocks  all blocks without weights.
+    twins   whether the original's activations go along, for stages that want a drift.
     depth   share of the blocks' weights that goes with whole blocks, before any stage; None: all blocks stay.
     """
 
@@ -64,6 +67,7 @@ class BlockPlan:
     wants: Mapping[int, Mapping[str, Wants]] = field(default_factory=dict)
     meta_blocks: Mapping[int, Block] = field(default_factory=dict)
     depth: float | None = None
+    twins: bool = False
 
     def number(self, names: Sequence[str]) -> int | None:
         """The number of the block that a part's tensors belong to; None for a tensor outside of the blocks."""
@@ -112,7 +116,9 @@ def plan_blocks(
             meta_blocks[number] = block
             if asked:
                 wants[number] = union(asked)
-    return BlockPlan(loader, stages, tokens, few or Experts(), wants=wants, meta_blocks=meta_blocks, depth=depth)
+    twins = any(want.drift for asked in wants.values() for want in asked.values())
+    few = few or Experts()
+    return BlockPlan(loader, stages, tokens, few, wants=wants, meta_blocks=meta_blocks, depth=depth, twins=twins)
 
 
 def run(
@@ -155,6 +161,8 @@ class _BlockPipeline:
         # After the last block that wants statistics nothing needs its outputs.
         self.last = max(blocks.wants, default=-1)
         self.world = current()
+        if self.world.size > 1 and blocks.twins:
+            raise UserError("torchrun: a recipe that follows the original beside (drift) is calibrated by one process")
         self.calls: list[Call] = []
         self.activations: Activations | None = None
 
@@ -210,6 +218,8 @@ class _BlockPipeline:
         begun = time.monotonic()
         inputs = self._inputs(number) if number <= self.last else None
         block = self.loader.load(number, names)
+        onward = inputs is not None and number < self.last
+        twins = self._following_twins(block, inputs) if inputs is not None and onward and self.blocks.twins else None
         self._stages(block, inputs)
         tensors, records = short.renamed(*self.loader.stored(block, names))
         written = safetensors.write_part(self.journal.folder / file, tensors)
@@ -220,15 +230,25 @@ class _BlockPipeline:
             "linears": short.names([name for name in block.names.values() if f"{name}.weight" in names]),
         }
         following = None
-        if inputs is not None and number < self.last:
+        if inputs is not None and onward:
             after = self.kept[self.kept.index(number) + 1]
-            following = self._save(after, inputs, inputs.following(block))
+            following = self._save(after, inputs, chain(inputs.following(block), twins.stored() if twins else ()))
+            if twins is not None:
+                files.remove(self.journal.folder / activations.file_name(twins.block))
         self.journal.commit(part, record, following)
         if inputs is not None:
             self._forget(number, following)
         self.note(_line(number, self.count, records, time.monotonic() - begun))
         del block, inputs
         release()
+
+    def _following_twins(self, block: Block, inputs: Inputs) -> Activations:
+        """What goes into the next block in the original: in a file that no journal lists, before stages change this."""
+        spare = self.count + 1
+        count, tokens, _ = inputs.activations.data.shape
+        rows = inputs.following_twins(block)
+        saved = activations.save(self.journal.folder, spare, rows, count // 2, tokens)
+        return activations.load(self.journal.folder, saved, self.blocks.mapped)
 
     def _stages(self, block: Block, inputs: Inputs | None) -> None:
         wants = self.blocks.wants.get(block.number, {})
@@ -249,14 +269,17 @@ class _BlockPipeline:
             raise ValueError(f"block {number}: expected its inputs, found those of block {self.activations.block}")
         if self.world.size == 1:
             return Inputs(self.activations, self.calls[number])
-        return SharedInputs(self.activations, self.calls[number], self.world)
+        return SharedInputs(self.activations, self.calls[number], world=self.world)
 
     def _capture(self) -> None:
         outside = [name for _, names in self.plan.parts if self.blocks.number(names) is None for name in names]
         capture = Capture(self.loader, outside)
         tokens = self.blocks.tokens
         if self.journal.inputs is None:
-            saved = activations.save(self.journal.folder, self.kept[0], capture.inputs(tokens), *tokens.shape)
+            # The first block reads what it reads in the original.
+            twice = chain(capture.inputs(tokens), capture.inputs(tokens) if self.blocks.twins else ())
+            count = len(tokens) * (2 if self.blocks.twins else 1)
+            saved = activations.save(self.journal.folder, self.kept[0], twice, count, tokens.shape[1])
             self.journal.note(inputs=saved)
         else:
             # The inputs are as they were saved; how blocks are called does not depend on the text.

@@ -35,7 +35,7 @@ from compress.recipe.training import Budget
 _SCHEMES_NOT_BUILT = ("nested",)
 # Our own validators put the key that they speak of in front.
 _KEYED = re.compile(
-    r"(scheme|group_size|symmetric|method|layers|act_order|damping|search|observer|bits_per_weight|head|sparsity|pattern|share|"
+    r"(scheme|group_size|symmetric|method|layers|act_order|damping|drift|search|observer|bits_per_weight|head|sparsity|pattern|share|"
     r"minutes|joint): "
 )
 

@@ -17,17 +17,17 @@ DAMPING = 0.01
 # Keys that only some methods know, and their values where the recipe does not say.
 _METHOD_KEYS: dict[str, dict[str, Any]] = {
     "rtn": {"search": False},
-    "gptq": {"act_order": False, "damping": DAMPING, "search": False},
+    "gptq": {"act_order": False, "damping": DAMPING, "search": False, "drift": 0.0},
     "awq": {},
     "hqq": {},
     "sensitivity": {},
     "per-layer": {},
 }
 # Of those, what a trellis with method gptq has.
-_TRELLIS_KEYS = {"damping": DAMPING, "fold": True}
+_TRELLIS_KEYS = {"damping": DAMPING, "fold": True, "drift": 0.0}
 _TRELLISES = tuple(name for name in FITTED if name not in GRIDS)
 # What rounding needs no more than the layer's name for; one model holds what is of one library beside each other.
-_MIXABLE = ("int8-dynamic", *GRIDS, *_TRELLISES)
+MIXABLE = ("int8-dynamic", *GRIDS, *_TRELLISES)
 
 Share = Annotated[float, Field(gt=0, lt=1, strict=False)]
 # More than this of the blocks leaves no model (prune/depth.py).
@@ -79,8 +79,8 @@ class LayerScheme(Strict):
 
     @model_validator(mode="after")
     def _fit(self) -> "LayerScheme":
-        if self.scheme not in _MIXABLE:
-            raise ValueError(f"scheme: expected one of {', '.join(_MIXABLE)}, found {self.scheme}")
+        if self.scheme not in MIXABLE:
+            raise ValueError(f"scheme: expected one of {', '.join(MIXABLE)}, found {self.scheme}")
         if self.method == "gptq" and self.scheme not in FITTED:
             raise ValueError(f"method: expected rtn with scheme {self.scheme}, found gptq")
         if self.act_order and (self.method != "gptq" or self.scheme not in GRIDS):
@@ -128,6 +128,8 @@ class Quantize(Strict):
                 and layers that none matches stay as they are.
     act_order   gptq: whether inputs are taken by their activations' size, the largest first.
     damping     gptq: added to the Hessian's diagonal, as a share of its mean.
+    drift       gptq: how far weights are moved before they are rounded, to make up for what rounded blocks before have
+                changed of their inputs; 0: GPTQ as published, 1: GPTAQ (compress/quantize/drift.py). Experts' are not.
     fold        gptq on a trellis: whether input channels are scaled beforehand, where the layer before can take the
                 factor. Of families whose structure is known (compress/quantize/folding.py).
     observer    int8-static: how far each layer's input range reaches. search: where its outputs are nearest to the
@@ -149,6 +151,7 @@ class Quantize(Strict):
     act_order: StrictBool | None = None
     damping: Annotated[float, Field(gt=0, le=1)] | None = None
     search: StrictBool | None = None
+    drift: Annotated[float, Field(ge=0, le=1, strict=False)] | None = None
     fold: StrictBool | None = None
     observer: Literal["search", "minmax", "moving_average", "percentile", "mse", "entropy"] | None = None
     bits_per_weight: Annotated[float, Field(ge=2, le=8)] | None = None
@@ -208,7 +211,7 @@ class Quantize(Strict):
         known = _METHOD_KEYS[self.method] if self.scheme in GRIDS else {}
         if self.scheme in _TRELLISES and self.method == "gptq":
             known = _TRELLIS_KEYS
-        for key in ("act_order", "damping", "search", "fold"):
+        for key in ("act_order", "damping", "search", "fold", "drift"):
             if getattr(self, key) is not None and key not in known:
                 owners = " or ".join(method for method, keys in _METHOD_KEYS.items() if key in keys) or "gptq"
                 schemes = (*(GRIDS if key != "fold" else ()), *(_TRELLISES if key in _TRELLIS_KEYS else ()))
@@ -227,7 +230,7 @@ class Quantize(Strict):
     def _fit_budget(self) -> None:
         if self.bits_per_weight is None:
             raise ValueError("bits_per_weight: expected a number from 2 to 8 with method sensitivity, found none")
-        for key in ("scheme", "symmetric", "act_order", "damping", "search", "fold", "observer"):
+        for key in ("scheme", "symmetric", "act_order", "damping", "search", "fold", "drift", "observer"):
             if getattr(self, key) is not None:
                 raise ValueError(f"{key}: expected none with method sensitivity, which chooses it, found one")
         check_group(self.group_size, SCHEMES["int4"].group_sizes, "method sensitivity")
@@ -241,6 +244,7 @@ class Quantize(Strict):
             "damping",
             "search",
             "fold",
+            "drift",
             "observer",
             "bits_per_weight",
         ):

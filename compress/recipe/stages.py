@@ -3,11 +3,11 @@
 from pydantic import model_validator
 
 from compress.recipe.block_draft import BlockDraft
-from compress.recipe.block_stages import Prune, Quantize, Smooth, Strict
+from compress.recipe.block_stages import MIXABLE, Prune, Quantize, Smooth, Strict
 from compress.recipe.training import TrainingStage
-from compress.recipe.training_stages import Draft, Heal, Medusa, Qat, Ternary
+from compress.recipe.training_stages import Draft, Heal, Learn, Medusa, Qat, Ternary
 
-ORDER = ("prune", "heal", "smooth", "quantize", "ternary", "qat", "draft", "medusa", "block_draft")
+ORDER = ("prune", "heal", "smooth", "quantize", "learn", "ternary", "qat", "draft", "medusa", "block_draft")
 # Stages that make the weights of which the artifact consists: one of them at most.
 _PACKING = ("quantize", "ternary", "qat")
 _ONCE = tuple(kind for kind in ORDER if kind != "prune")
@@ -20,6 +20,7 @@ class Stage(Strict):
     heal: Heal | None = None
     smooth: Smooth | None = None
     quantize: Quantize | None = None
+    learn: Learn | None = None
     ternary: Ternary | None = None
     qat: Qat | None = None
     draft: Draft | None = None
@@ -61,8 +62,10 @@ def check_order(stages: tuple[Stage, ...]) -> None:
         raise ValueError("expected a quantize stage after smooth, which alone changes nothing, found none")
     if "heal" in kinds and "prune" not in kinds:
         raise ValueError("expected a prune stage before heal, which wins back what pruning costs, found none")
+    if "learn" in kinds:
+        _check_learned(stages, kinds)
     joint = any(stage.medusa is not None and stage.medusa.kind == "medusa-2" for stage in stages)
-    other = next((kind for kind in kinds if kind in ("prune", "heal", "ternary", "qat")), None)
+    other = next((kind for kind in kinds if kind in ("prune", "heal", "learn", "ternary", "qat")), None)
     if joint and other:
         raise ValueError(
             f"expected quantize alone before medusa of kind medusa-2, which trains the original and packs it again, "
@@ -72,3 +75,15 @@ def check_order(stages: tuple[Stage, ...]) -> None:
     twice = next((method for method in methods if methods.count(method) > 1), None)
     if twice:
         raise ValueError(f"expected prune with method {twice} at most once, found {methods.count(twice)}")
+
+
+def _check_learned(stages: tuple[Stage, ...], kinds: list[str]) -> None:
+    """Raises ValueError where there is nothing to learn, or what was done before would be undone."""
+    quantize = next((stage.quantize for stage in stages if stage.quantize is not None), None)
+    if quantize is None:
+        raise ValueError("expected a quantize stage before learn, which trains what that has made, found none")
+    if quantize.scheme is not None and quantize.scheme not in MIXABLE:
+        raise ValueError(f"expected scheme {', '.join(MIXABLE)} before learn, found {quantize.scheme}")
+    other = next((kind for kind in kinds if kind in ("prune", "smooth")), None)
+    if other is not None:
+        raise ValueError(f"expected quantize alone before learn, which would undo {other}, found both")

@@ -1,4 +1,4 @@
-"""What the stages of a recipe that train may say: draft, heal, medusa, ternary, qat."""
+"""What the stages of a recipe that train may say: draft, heal, learn, medusa, ternary, qat."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -7,6 +7,7 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, m
 from compress.recipe.block_stages import Quantize, Strict, check_patterns
 from compress.recipe.training import Share, TrainingStage
 
+RateShare = Annotated[float, Field(ge=0, le=100, strict=False)]
 OpenShare = Annotated[float, Field(gt=0, lt=1, strict=False)]
 Temperature = Annotated[float, Field(gt=0, le=100, strict=False)]
 
@@ -227,6 +228,31 @@ class Medusa(TrainingStage):
         if self.joint is not None and self.kind != "medusa-2":
             raise ValueError(f"joint: expected with kind medusa-2 only, found kind {self.kind}")
         return self
+
+
+class Learn(TrainingStage):
+    """A stage that trains what a quantised model is made of, codes included, to answer like the original.
+
+    It needs text and a few minutes, and changes neither format nor bytes. Windows that nothing else reads choose what
+    is kept; where no candidate is better there, the model stays as it was.
+
+    loss      how much each loss counts (`LossWeights`).
+    rounding  whether codes move too (not those of a trellis, whose levels are trained instead).
+    reach     codes up and down that one may move.
+    codes, norms, levels  rates as shares of the training's, which is the relative change of scales in a step: codes'
+              in units of the scale, levels' as a share of the largest level; 0: they stay as they are.
+    gradient_checkpointing  activations are computed twice instead of kept: slower, in less memory.
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {"minutes": 20.0, "learning_rate": 2e-3, "autocast": True}
+
+    loss: LossWeights = LossWeights(forward_kl=1.0)
+    rounding: StrictBool = True
+    reach: Annotated[StrictInt, Field(ge=1, le=15)] = 1
+    codes: RateShare = 1.0
+    norms: RateShare = 0.5
+    levels: RateShare = 1.0
+    gradient_checkpointing: StrictBool = False
 
 
 class RoundedStage(DistillationStage):

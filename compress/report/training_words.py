@@ -1,4 +1,4 @@
-"""What a report says of the stages that train."""
+"""What the report says of stages that trained: a sentence or two each."""
 
 import math
 from collections.abc import Mapping
@@ -8,11 +8,13 @@ from compress.export import told
 
 
 def training_findings(training: Mapping[str, Any]) -> tuple[str, ...]:
-    """A sentence or two for each of the stages heal, draft, medusa and block_draft of `calibration.training`; the
-    others say theirs elsewhere."""
-    heal, draft, medusa, block = (training.get(kind, {}) for kind in ("heal", "draft", "medusa", "block_draft"))
+    """A sentence or two for each of the stages heal, learn, draft, medusa and block_draft of `calibration.training`;
+    the others say theirs elsewhere."""
+    kinds = ("heal", "learn", "draft", "medusa", "block_draft")
+    heal, learn, draft, medusa, block = (training.get(kind, {}) for kind in kinds)
     return told(
         "perplexity" in heal and _healed(**heal["perplexity"]),
+        "kept" in learn and _learned(learn),
         "acceptance" in draft and _aligned(**draft["acceptance"]),
         "tokens_per_round" in medusa
         and _gained(
@@ -44,6 +46,20 @@ def _healed(original: float, pruned: float, healed: float) -> str:
     return (
         f"Pruning took perplexity on the windows held out of training from {original:.2f} to {pruned:.2f}; healing has "
         f"brought it to {healed:.2f}{gain}."
+    )
+
+
+def _learned(learn: Mapping[str, Any]) -> str:
+    plain, kept = learn["held_out_kl"]["plain"], learn["held_out_kl"]["kept"]
+    if learn["kept"] == "plain":
+        return (
+            "Training of scales and codes has NOT helped: nothing came below the KL divergence of the codes as they "
+            f"were chosen, {plain:.5f} nats on windows held out of training, so that those are kept."
+        )
+    return (
+        "Training of scales and codes has taken the KL divergence on windows held out of training from "
+        f"{plain:.5f} to {kept:.5f} nats ({100 * (kept / plain - 1):+.0f} %); {100 * learn['moved']:.2f} % of the "
+        "codes are others than before. Layers' errors in this report are those before it."
     )
 
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from calib.moments import Wants
+from calib.moments import Moments, Wants
 from compress.calibration.activations import Inputs, matmul_precision
 from compress.errors import UserError
 from compress.model.block import Block, Statistics
 from compress.model.block_loader import BlockLoader
 from compress.model.plan import Layer, Plan
-from compress.quantize import gptq, trellis
+from compress.quantize import drift, gptq, trellis
 from compress.recipe import Quantize, Recipe
 from compress.recipe.block_stages import DAMPING
 from compress.stages.contract import BlockStage
@@ -110,7 +110,10 @@ class Gptq:
     layers: Mapping[str, Layer]
 
     def wants(self, block: Block) -> Mapping[str, Wants]:
-        return {path: Wants(hessian=True) for path, layer in chosen(block, self.layers) if layer.scheme in FITTED}
+        paths = [path for path, layer in chosen(block, self.layers) if layer.scheme in FITTED]
+        # An expert's tokens are others in the original, whose router saw other numbers.
+        moves = bool(self.stage.drift)
+        return {path: Wants(hessian=True, drift=moves and ".experts." not in f".{path}.") for path in paths}
 
     def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> None:
         known = dict(chosen(block, self.layers))
@@ -127,16 +130,19 @@ class Gptq:
                 same = [path for path in paths if kinds[path] == kind]
                 weights = [block.linears[path].weight.detach() for path in same]
                 with matmul_precision():
-                    rounded = self._round(weights, statistics[paths[0]].hessian, known[same[0]], kind[-1])
+                    rounded = self._round(weights, statistics[paths[0]], known[same[0]], kind[-1])
                 for path, found in zip(same, rounded, strict=True):
                     block.pack(path, found.packed, known[path].scheme, found.error, found.damping)
             # A Hessian is as large as the largest weights: the last layers that read it let it go.
             for path in paths:
                 del statistics[path]
 
-    def _round(self, weights: list[Tensor], hessian: Tensor, layer: Layer, dtype: torch.dtype) -> list[gptq.Rounded]:
+    def _round(self, weights: list[Tensor], moments: Moments, layer: Layer, dtype: torch.dtype) -> list[gptq.Rounded]:
         """Codes of weights that read the same inputs, all as `layer` is planned; scales of type `dtype`."""
-        damping = self.stage.damping or DAMPING
+        damping, hessian = self.stage.damping or DAMPING, moments.hessian
+        if moments.wants.drift:
+            share = self.stage.drift or 0.0
+            weights = [drift.targets(weight, hessian, moments.drift, share, damping) for weight in weights]
         if layer.scheme not in GRIDS:
             return trellis.quantize_together(weights, hessian, SCHEMES[layer.scheme].bits, dtype, damping)
         return gptq.quantize_together(

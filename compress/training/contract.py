@@ -86,7 +86,7 @@ class StageContext:
     run        what is asked of the run: seed, threads, progress, …
     original   the uncompressed model's directory.
     model      what the stages before have left: a plain directory for heal, ternary and qat, the finished model/ for
-               draft, medusa and block_draft.
+               learn, draft, medusa and block_draft.
     draft      the draft's directory, where the run has one.
     tokens     (n,) text to train on, one stream; none of it is calibrated or evaluated on.
     held_out   (E, length) int64: windows that choose the best weights; nothing else reads them.
@@ -116,8 +116,8 @@ class StageContext:
 class Kind:
     """A kind of stage: the module whose function `run(stage, context, out)` does it, and what `out` is in the artifact.
 
-    after_packing  whether it works on the finished model/, beside which its result is put. Where that holds a folder
-                   model/, it takes the place of the artifact's.
+    after_packing  whether it works on the finished model/, beside which its result is put, or in its place where it is
+                   a model. Where it holds a folder model/, that takes the place of the artifact's.
     parallel       whether several processes can do it together.
     """
 
@@ -130,6 +130,7 @@ class Kind:
 # Modules are imported when a recipe asks for them.
 KINDS: dict[str, Kind] = {
     "heal": Kind("compress.distill.heal", "model", parallel=True),
+    "learn": Kind("compress.learn.stage", "model", after_packing=True),
     "ternary": Kind("compress.qat.stage", "model", parallel=True),
     "qat": Kind("compress.qat.stage", "model", parallel=True),
     "draft": Kind("compress.distill.draft", "draft", after_packing=True),

@@ -59,17 +59,21 @@ def states(tiles: Tensor, bits: int) -> Tensor:
 
 
 def signed_levels(levels: Tensor) -> Tensor:
-    """(256,) int8: the levels of all states, from those (128,) that files have."""
+    """(256,): the levels of all states, from those (128,) that files have, in their dtype."""
     return torch.cat([levels, -levels])
 
 
 def decode(tiles: Tensor, levels: Tensor, bits: int, shape: tuple[int, int]) -> Tensor:
     """Levels (N, K) int8 of tiles (ceil(N / 16), ceil(K / 16), 32 · bits): the weight, but for its row's scale."""
+    return signed_levels(levels)[state_grid(tiles, bits, shape).long()]
+
+
+def state_grid(tiles: Tensor, bits: int, shape: tuple[int, int]) -> Tensor:
+    """(N, K) uint8: the state of each weight, of tiles as `decode` takes them."""
     n, k = shape
     down, across = tiles.shape[:2]
-    values = signed_levels(levels)[states(tiles, bits).long()]
     # A tile's weights lie as (4 quads of inputs, 16 outputs, 4 inputs).
-    ordered = values.view(down, across, 4, TILE, 4).permute(0, 3, 1, 2, 4)
+    ordered = states(tiles, bits).view(down, across, 4, TILE, 4).permute(0, 3, 1, 2, 4)
     return ordered.reshape(down * TILE, across * TILE)[:n, :k].contiguous()
 
 
@@ -92,7 +96,6 @@ def pack(
     columns = weight.float().T.contiguous()
     scale = row_scale(columns, levels, scale_dtype or stored_scale_dtype(weight.dtype))
     tiles, found = empty_tiles(n, k, bits), torch.empty(k, n, dtype=torch.int8)
-    corner, spreads = torch.eye(TILE), torch.ones(TILE)
     for number, first in enumerate(range(0, k, TILE)):
         some = columns[first : first + TILE]
         encode_tiles(
@@ -101,8 +104,8 @@ def pack(
             some,
             torch.zeros_like(some),
             scale,
-            corner,
-            spreads,
+            torch.eye(len(some)),
+            torch.ones(len(some)),
             tiles[:, number],
             found[first : first + TILE],
         )

@@ -28,6 +28,7 @@ STAGES: dict[str, list[dict[str, Any]]] = {
     "heal": [{"prune": {"method": "depth", "share": 0.3}}, {"heal": {"training": TRAINING}}],
     "ternary": [{"ternary": {"training": TRAINING}}],
     "answers": [{"ternary": {"training": TRAINING, "answers": ANSWERS}}],
+    "learn": [{"quantize": {"scheme": "int4", "group_size": 32}}, {"learn": {"training": TRAINING}}],
     "draft": [INT8, {"draft": ALIGN}],
     "medusa-1": [INT8, {"medusa": HEADS}],
     "medusa-2": [INT8, {"medusa": {**HEADS, "kind": "medusa-2"}}],

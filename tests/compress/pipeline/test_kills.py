@@ -15,6 +15,13 @@ RECIPES: dict[str, dict[str, Any]] = {
     "rounded": {"stages": [INT4]},
     "calibrated": {"stages": [{"prune": {"method": "wanda", "sparsity": 0.5}}, INT4]},
     "gptq": {"stages": [{"quantize": {"scheme": "int4", "group_size": 32, "method": "gptq", "act_order": True}}]},
+    "drifted": {"stages": [{"quantize": {"scheme": "int3", "group_size": 32, "method": "gptq", "drift": 1.0}}]},
+    "learned": {
+        "stages": [
+            INT4,
+            {"learn": {"training": {"tokens": 384, "batch": 4, "length": 16, "save_every": 2, "evaluate_every": 2}}},
+        ]
+    },
     "awq": {"stages": [{"quantize": {"scheme": "int4", "group_size": 32, "method": "awq"}}]},
     "smoothed": {"stages": [{"smooth": {"alpha": 0.5}}, {"quantize": {"scheme": "int8-static"}}]},
     "mixed": {"stages": [{"quantize": {"method": "sensitivity", "bits_per_weight": 4.8, "group_size": 32}}]},
