@@ -49,7 +49,6 @@ class CacheScheme:
         """The key factors of a cache of this kind; none for floats, which have no codes."""
         return () if kind in FLOATS else self.key_factors
 
-
     def bases_of(self, kind: CacheKind) -> tuple[CacheBasis, ...]:
         """The bases of a cache of this kind; none where its codes have no use for one."""
         return self.bases if kind in ("int4", "int3") else ()

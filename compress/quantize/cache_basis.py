@@ -4,8 +4,8 @@ With C = E[x xᵀ] of a head's rows and G so that an error e costs eᵀ G e, rou
 arithmetic mean of the eigenvalues of √G C √G. Here it costs their geometric mean, which is what a code can reach that
 gives every dimension as many bits: a rotation makes the Cholesky factor R of √G C √G equal along its diagonal (the
 geometric mean decomposition: Jiang, Hager and Li, "The geometric mean decomposition", 2005), so that what is left of a
-dimension once those behind it are known is equally large for all; and what is rounded is that, by feedback (Tomlinson and
-Harashima's precoder does the same on a channel). Scores and outputs stay what they are but for rounding.
+dimension once those behind it are known is equally large for all; and what is rounded is that, by feedback (as in
+Tomlinson's and Harashima's precoder). Scores and outputs stay what they are but for rounding.
 
 All in float64; the results are float32.
 """
@@ -15,10 +15,15 @@ import math
 import torch
 from torch import Tensor
 
+from runtime.cache.basis import BACK, round_signed
+
 # Share of the mean that is added to what an error costs in every direction: calibration text is not all text.
 _COST = 1e-2
-# Share of the geometric mean that is added to every eigenvalue: below it rounding's own error leads.
-_NOISE = 0.3
+# Shares of the mean that are added to every eigenvalue, of which a head takes the one that loses least: below that
+# rounding's own error leads, and what makes up for it would outgrow the codes.
+SHARES = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0)
+# Rows that tell which one does.
+_TRIED = 2048
 # Eigenvalues below this share of the mean count as that.
 _LEAST = 1e-9
 
@@ -51,18 +56,40 @@ def equal_diagonal(values: Tensor) -> tuple[Tensor, Tensor]:
     return q, r.triu()
 
 
-def basis_of(moment: Tensor, cost: Tensor, queries: bool) -> Tensor:
+def best_basis(rows: Tensor, cost: Tensor, signed: tuple[float, int], queries: bool) -> Tensor:
+    """The basis of a head's rows (n, d) float32 whose rounding costs least of those by SHARES; the rest as `basis_of`.
+
+    signed  how rows are rounded (kv_store.SIGNED).
+    """
+    moment = rows.double().T @ rows.double() / len(rows)
+    tried = rows[:: -(-len(rows) // _TRIED)]
+    found = [basis_of(moment, cost, queries, share) for share in SHARES]
+    lost = [rounding_cost(tried, cost, signed, basis, queries) for basis in found]
+    return found[lost.index(min(lost))]
+
+
+def rounding_cost(rows: Tensor, cost: Tensor, signed: tuple[float, int], basis: Tensor, queries: bool) -> float:
+    """What the errors of rows (n, d) float32 cost in a basis, over what it would cost to forget them; 0 for zeros."""
+    codes, scale = round_signed(rows[:, None], signed, basis[None])
+    back = basis[BACK].T if queries else basis[BACK]
+    error = (codes[:, 0] * scale) @ back - rows
+    lost, whole = (float(((x @ cost) * x).sum(dtype=torch.float64)) for x in (error, rows))
+    return max(lost, 0.0) / whole if whole > 0 else 0.0
+
+
+def basis_of(moment: Tensor, cost: Tensor, queries: bool, share: float = SHARES[0]) -> Tensor:
     """A head's basis (3, d, d) float32 (runtime/cache/basis.py): into, feedback, back.
 
     moment   (d, d) mean of x xᵀ over the head's rows.
     cost     (d, d), an error e of a row costs eᵀ · cost · e.
     queries  whether `back` is for queries (of keys) or for what was mixed (of values).
+    share    of the mean, see SHARES.
     """
     root, inverse_root = _roots(_with_floor(cost.double(), _COST))
     spread = root @ _with_floor(moment.double(), _LEAST) @ root
     found, directions = torch.linalg.eigh((spread + spread.T) / 2)
     found = found.clamp_min(_LEAST * float(found.mean()))
-    found = found + _NOISE * float(found.log().mean().exp())
+    found = found + share * found.mean()
     q, r = equal_diagonal(found.sqrt())
     turn, unit = directions @ q, r / r.diagonal()
     # Rows as columns: x = back · codes · scale, and codes are near into · x / scale.

@@ -100,9 +100,9 @@ class KeyValue(Strict):
     @model_validator(mode="after")
     def _built(self) -> "KeyValue":
         if self.rotated and self.scheme == "int8":
-            raise ValueError("eight bits lose nothing that a rotation would save: remove rotated, or take int4 or int3")
+            raise ValueError("expected int4 or int3 beside rotated: true (eight bits lose nothing that it would save)")
         if self.scheme == "int3" and not self.rotated:
-            raise ValueError("three bits lose too much without one: expected rotated: true beside scheme: int3")
+            raise ValueError("expected rotated: true beside scheme: int3 (three bits lose too much without)")
         return self
 
 

@@ -21,13 +21,13 @@ class Heads:
     keys     (tokens, kv_heads, d), as the cache takes them: after rotation.
     moments  (kv_heads, d, d), the mean of q qᵀ over the queries of each head's group.
     values   (kv_heads,), the largest |value|.
-    value_moments  (kv_heads, v, v), the mean of v vᵀ.
+    value_rows  (tokens, kv_heads, v).
     """
 
     keys: Tensor
     moments: Tensor
     values: Tensor
-    value_moments: Tensor
+    value_rows: Tensor
 
 
 @torch.inference_mode()
@@ -94,9 +94,7 @@ class _Seen:
     def heads(self) -> Heads:
         """All of it."""
         highest = torch.stack([values.abs().amax((0, 2)) for values in self.values]).amax(0)
-        by_head = [values.transpose(0, 1) for values in self.values]
-        moments = torch.stack([values.transpose(1, 2) @ values / values.shape[1] for values in by_head]).mean(0)
-        return Heads(torch.cat(self.keys), self._moments / self._windows, highest, moments)
+        return Heads(torch.cat(self.keys), self._moments / self._windows, highest, torch.cat(self.values))
 
 
 def _mixed(q: Tensor, k: Tensor, v: Tensor, decoder: LlamaDecoder, weights: Attention, seen: Tensor | None) -> Tensor:

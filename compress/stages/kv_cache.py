@@ -26,7 +26,7 @@ from torch import Tensor
 from compress.artifact import SHARD_BYTES, safetensors
 from compress.artifact.files import write_json
 from compress.errors import UserError
-from compress.quantize.cache_basis import basis_of
+from compress.quantize.cache_basis import best_basis
 from compress.stages.attention_inputs import Heads, attention_inputs
 from runtime import load
 from runtime.cache import scheme
@@ -36,6 +36,7 @@ from runtime.checkpoints.open import open_checkpoint
 from runtime.checkpoints.safetensors import Shards
 from runtime.kernels.dispatch import choose
 from runtime.kernels.reference import quantize_rows
+from runtime.kv_store import SIGNED
 from runtime.model.base import BaseDecoder
 from runtime.model.layers import Attention
 from runtime.model.reference import LlamaDecoder
@@ -196,32 +197,33 @@ def calibrate(
                 "calibration text: check the weights"
             )
         found[layer] = LayerScales(
-            torch.ones(heads.keys.shape[1:]) if rotated else search(heads.keys, heads.moments, rotary.width(layer), kind),
+            torch.ones(heads.keys.shape[1:])
+            if rotated
+            else search(heads.keys, heads.moments, rotary.width(layer), kind),
             static_scale(heads.keys.abs().amax((0, 2))),
             static_scale(heads.values),
-            bases(decoder, layer, heads) if rotated else None,
+            bases(decoder, layer, heads, kind) if rotated else None,
         )
         if on_step is not None:
             on_step(len(found), total)
     return Calibrated(kind, dict(sorted(found.items())))
 
 
-def bases(decoder: LlamaDecoder, layer: int, heads: Heads) -> tuple[Tensor, Tensor]:
+def bases(decoder: LlamaDecoder, layer: int, heads: Heads, kind: Kind) -> tuple[Tensor, Tensor]:
     """Bases (kv_heads, 3, d, d) of a layer's keys and values: an error of a key costs what it adds to the logits of the
     queries that meet it, one of a value what it adds to the residual stream."""
-    keys, costs = heads.keys.double(), output_costs(decoder, layer)
-    of_keys = [
-        basis_of(keys[:, head].T @ keys[:, head] / len(keys), moment, queries=True)
-        for head, moment in enumerate(heads.moments)
-    ]
-    of_values = [basis_of(*pair, queries=False) for pair in zip(heads.value_moments, costs, strict=True)]
-    return torch.stack(of_keys), torch.stack(of_values)
+    rows, costs = (heads.keys, heads.value_rows), (heads.moments, output_costs(decoder, layer))
+    keys, values = (
+        torch.stack([best_basis(part[:, head], cost, SIGNED[kind], keys) for head, cost in enumerate(cost_of)])
+        for part, cost_of, keys in zip(rows, costs, (True, False), strict=True)
+    )
+    return keys, values
 
 
 @torch.inference_mode()
 def output_costs(decoder: LlamaDecoder, layer: int) -> Tensor:
-    """(kv_heads, v, v): an error e of a head's mixed values adds √(eᵀ · cost · e) to the layer's output, on average over
-    the query heads that share the values. Gates count as what they are at 0."""
+    """(kv_heads, v, v): an error e of a head's mixed values adds √(eᵀ · cost · e) to the layer's output, on average
+    over the query heads that share the values. Gates count as what they are at 0."""
     a, weights = decoder.architecture, decoder.parts.blocks[layer].attention
     assert isinstance(weights, Attention)  # `check`
     kv_heads, dim = a.shape(layer)

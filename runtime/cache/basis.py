@@ -6,9 +6,10 @@ dimensions into each other, so that none of them stands out, and gives those tha
 (compress/quantize/cache_basis.py makes it).
 
 Codes are found from the last to the first, and each makes up for the errors of those behind it, as in GPTQ
-(2210.17323): with t the row over its scale and c the codes, c[i] = round(t[i] + Σ_{j > i} (t[j] − c[j]) · feedback[j, i]).
-A scale has a sign: the row's extreme lies on the side that has a code more. Every sum goes first to last in float32
-without fused products, so native/basis.cpp has the same bits.
+(2210.17323): with t the row over its scale and c the codes,
+c[i] = round(t[i] + Σ_{j > i} (t[j] − c[j]) · feedback[j, i]). A scale has a sign: the row's extreme lies on the side
+that has a code more. Every sum goes first to last in float32 without fused products, so native/basis.cpp has the same
+bits.
 """
 
 import torch
@@ -18,7 +19,7 @@ INTO, FEEDBACK, BACK = 0, 1, 2
 
 
 def turned(x: Tensor, matrices: Tensor) -> Tensor:
-    """x · matrix of rows (n, heads, d) float32 by (kv_heads, d, d), which serve heads / kv_heads adjacent heads each."""
+    """x · matrix of rows (n, heads, d) float32 by (kv_heads, d, d), each for heads / kv_heads adjacent heads."""
     per_head = matrices.repeat_interleave(x.shape[1] // len(matrices), dim=0)
     out = torch.zeros_like(x)
     for j in range(x.shape[-1]):

@@ -50,7 +50,9 @@ class CacheFormat:
         expected = [(*lead, 3, dim, dim) for dim in (self.head_dim, self.values)]
         found_shapes = [tuple(part.shape) for part in (self.basis.keys, self.basis.values)]
         if found_shapes != expected or factor is not None or self.kind not in SIGNED:
-            raise ValueError(f"a basis is {expected} in caches of {', '.join(SIGNED)} without factors, found {found_shapes}")
+            raise ValueError(
+                f"a basis is {expected} in caches of {', '.join(SIGNED)} without factors, found {found_shapes}"
+            )
 
     @property
     def bytes_per_token(self) -> int:

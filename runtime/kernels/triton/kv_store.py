@@ -15,7 +15,6 @@ from runtime.kernels.triton.basis import rounded_signed, turned_memory, turned_r
 from runtime.kernels.triton.exact import nearest
 from runtime.kv_store import LIMITS, SIGNED, VECTOR, Store
 
-
 # Kinds whose neighbouring codes share bytes.
 SHARED = ("int4", "int3")
 
@@ -93,7 +92,10 @@ def rounded(x, LIMIT: tl.constexpr):
 
 @triton.jit
 def write_key(x, memory, scales, slot, head, basis, CACHE: tl.constexpr):
-    """One key x (padded,), divided by its factors and zero beyond dim, to a slot (int64); basis: the layer's, or None."""
+    """One key x (padded,), divided by its factors and zero beyond dim, to a slot (int64).
+
+    basis  the layer's, or None.
+    """
     d = tl.arange(0, CACHE.padded)
     page = slot // 64 * CACHE.kv_heads + head
     inside = slot % 64

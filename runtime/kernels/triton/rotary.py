@@ -52,8 +52,8 @@ def rotate_and_store(
     bases = (None, None) if basis is None else (basis.keys, basis.values)
     if rows:
         _rotate_kernel[(rows, heads + 2 * kv_heads)](
-            q, k, v, out, cos, sin, position, slots, writable_parts(store, layer, kind), factor, *bases, q_norm, k_norm, eps,
-            q.stride(0), k.stride(0), v.stride(0),
+            q, k, v, out, cos, sin, position, slots, writable_parts(store, layer, kind), factor, *bases,
+            q_norm, k_norm, eps, q.stride(0), k.stride(0), v.stride(0),
             HEADS=heads, HALF=cos.shape[1], KEYS=written(kind, kv_heads, dim),
             VALUES=written(kind, kv_heads, value_dim), num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip

@@ -126,7 +126,9 @@ def test_rows_in_a_basis(device: torch.device, kind: CacheKind, dim: int, value_
     still, first = torch.zeros(1, 0, device=device), torch.zeros(5, dtype=torch.int32, device=device)
     k, v, where = keys.to(device).flatten(1), values.to(device).flatten(1), slots.to(device, torch.int32)
     rotate_and_store(k[:, :dim], k, v, still, still, first, where, ours, 1, kind, dim, basis=own)
-    assert all(torch.equal(a.cpu().nan_to_num(), b.nan_to_num()) for a, b in zip(parts(ours), parts(theirs), strict=True))
+    assert all(
+        torch.equal(a.cpu().nan_to_num(), b.nan_to_num()) for a, b in zip(parts(ours), parts(theirs), strict=True)
+    )
     assert theirs.value_scale[1].isnan().any() and theirs.keys[1].any()
     x = normal(3, 2 * HEADS, dim, seed=3)
     assert torch.equal(turn_back(x.to(device), own.keys).cpu(), turned(x, bases[0][1, :, BACK]))
