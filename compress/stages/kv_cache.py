@@ -130,7 +130,7 @@ class Calibrated:
         """Whether heads have bases in place of factors."""
         return any(of.bases is not None for of in self.layers.values())
 
-    def own(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """The key factors by name, or the bases."""
         if not self.rotated:
             return {scheme.factor_name(layer): of.key_factor for layer, of in self.layers.items()}
@@ -252,7 +252,7 @@ def attach(model: Path, found: Calibrated, shard_bytes: int = SHARD_BYTES) -> No
     Raises ValueError for a directory that has other static scales already.
     """
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    beside = found.own()
+    beside = found.tensors()
     if scheme.holds_scales(config):
         _join(model, found.scales(), shard_bytes)
     else:
