@@ -27,6 +27,7 @@ KERNELS = [
     "f32",
     "rows",
     "routing",
+    "basis",
     "cache",
     "attention",
     "delta_rule",

@@ -12,9 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-CacheKind = Literal["float32", "float16", "int8", "int4"]
+CacheKind = Literal["float32", "float16", "int8", "int4", "int3"]
 # Those that hold numbers as they are, so that neither scales nor key factors have a meaning.
 FLOATS: tuple[CacheKind, ...] = ("float32", "float16")
+
+
+@dataclass(frozen=True, eq=False)
+class CacheBasis:
+    """What the keys and values of a group of layers are written in (runtime/cache/basis.py), float32.
+
+    keys    (layers, kv_heads, 3, head_dim, head_dim): into the basis, the feedback of rounding, and back for queries.
+    values  (layers, kv_heads, 3, value_dim, value_dim): likewise, and back for mixed values.
+    """
+
+    keys: Tensor
+    values: Tensor
 
 
 @dataclass(frozen=True)
@@ -24,16 +36,22 @@ class CacheScheme:
     kind         how keys and values are held where nobody asks for anything else.
     key_factors  what keys are divided by before they are rounded, of each group of layers of one shape
                  (record.Architecture.key_groups) (layers, kv_heads, head_dim) float32; (): 1.
+    bases        what keys and values of four and three bits are written in, of each such group; (): as they are.
     note         why a scheme that the artifact names is not followed; empty where it is, or names none.
     """
 
     kind: CacheKind = "float32"
     key_factors: tuple[Tensor, ...] = ()
+    bases: tuple[CacheBasis, ...] = ()
     note: str = ""
 
     def factors(self, kind: CacheKind) -> tuple[Tensor, ...]:
         """The key factors of a cache of this kind; none for floats, which have no codes."""
         return () if kind in FLOATS else self.key_factors
+
+    def bases_of(self, kind: CacheKind) -> tuple[CacheBasis, ...]:
+        """The bases of a cache of this kind; none where its codes have no use for one."""
+        return self.bases if kind in ("int4", "int3") else ()
 
 
 UNCALIBRATED = CacheScheme()

@@ -160,6 +160,7 @@ def main(
         if (scheme := model.decoder.kv).kind != "float32" or scheme.note or kv != "auto":
             kind = scheme.kind if kv == "auto" else kv
             factors = ", keys by calibrated factors" if scheme.factors(kind) else ""  # type: ignore[arg-type]
+            factors = ", in rotated bases" if scheme.bases_of(kind) else factors  # type: ignore[arg-type]
             lines.append(("cache", f"{kind}{factors}{f' ({scheme.note})' if scheme.note else ''}"))
         _summarise([*lines, ("kernels", _kernels(model.decoder)), ("lossless class", lossless)], quiet)
 

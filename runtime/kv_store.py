@@ -1,8 +1,9 @@
-"""How keys and values lie in memory, in blocks of 64 tokens: float32 or float16, or int8 or int4 with one scale per
-token and head.
+"""How keys and values lie in memory, in blocks of 64 tokens: float32 or float16, or int8, int4 or int3 with one scale
+per token and head.
 
 Keys are divided by static per-channel factors (1 when uncalibrated), then rounded per token and head; values are
-rounded per token and head. scale = absmax / 127 or absmax / 7; codes stay symmetric. Float32 arithmetic throughout.
+rounded per token and head. scale = absmax / 127 or absmax / 7; codes stay symmetric. In a basis of their head
+(cache/basis.py), and in three bits, scales have a sign instead and all codes are used. Float32 arithmetic throughout.
 """
 
 import math
@@ -17,6 +18,11 @@ from runtime.contract import FLOATS, CacheKind
 
 # Codes of quantised keys and values lie within ± these.
 LIMITS = {"int8": 127.0, "int4": 7.0}
+# Of rows with signed scales: what a row's extreme is of its scale (a little beyond the last code: the others gain more
+# than it loses), and the number of codes below 0.
+SIGNED = {"int4": (-8.0, 8), "int3": (-4.25, 4)}
+# Bytes of sixteen codes of three bits: four with the lower two bits of each, two with the upper ones.
+THREE_BITS = 6
 # Head dimensions are stored in whole vectors of this many floats.
 VECTOR = 16
 # Bytes of a cache line, and of the widest load: stores begin at a multiple.
@@ -36,6 +42,7 @@ class Store:
     int8     the same, int8.
     int4     uint8 nibbles: keys (…, head_dim, 32) with key j in the low and key j + 32 in the high half of a byte,
              values (…, 64, wide / 2) with dimension i beside i + wide / 2.
+    int3     uint8, sixteen codes in six bytes: keys (…, head_dim, 24), values (…, 64, wide / 16 · 6).
     scales   (layers, blocks, kv_heads, 64) float32 for the keys and for the values; empty for floats.
     table    (request's blocks,) int64 on the CPU: where each of a request's blocks lies among `blocks`, which are a
              pool of pages then; −1: nowhere yet. None: the request's blocks are the memory's.
@@ -87,6 +94,11 @@ def allocate(
         "float16": (torch.float16, (head_dim, KEY_BLOCK), (KEY_BLOCK, wide)),
         "int8": (torch.int8, (head_dim, KEY_BLOCK), (KEY_BLOCK, wide)),
         "int4": (torch.uint8, (head_dim, KEY_BLOCK // 2), (KEY_BLOCK, wide // 2)),
+        "int3": (
+            torch.uint8,
+            (head_dim, KEY_BLOCK // VECTOR * THREE_BITS),
+            (KEY_BLOCK, wide // VECTOR * THREE_BITS),
+        ),
     }[kind]
     scales = (0,) if kind in FLOATS else (*lead, KEY_BLOCK)
     shapes = (((*lead, *keys), dtype), ((*lead, *values), dtype), (scales, torch.float32), (scales, torch.float32))

@@ -266,8 +266,9 @@ def calibrate_cache(model: Path, inputs: RunInputs) -> None:
     context = inputs.context
     if context.recipe.kv is None:
         return
-    scheme, windows = context.recipe.kv.scheme, inputs.text.windows.calibration
-    found = kv_cache.calibrate(model, scheme, windows, context.threads, partial(context.progress, "cache"))
+    kv, windows = context.recipe.kv, inputs.text.windows.calibration
+    told = partial(context.progress, "cache")
+    found = kv_cache.calibrate(model, kv.scheme, windows, context.threads, told, kv.rotated)
     kv_cache.attach(model, found, context.shard_bytes)
 
 

@@ -26,7 +26,7 @@ from runtime.errors import UserError as RuntimeFloorError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-KINDS: tuple[CacheKind, ...] = ("float32", "float16", "int8", "int4")
+KINDS: tuple[CacheKind, ...] = ("float32", "float16", "int8", "int4", "int3")
 LEAST_LENGTH = 64
 _BLOCK = 256
 _DEPTHS = (0.1, 0.5, 0.9)  # of the text before the question
@@ -51,7 +51,7 @@ def measure(
     compressed: Decoder,
     windows: Tensor,
     needles: Sequence[Needle],
-    kinds: Sequence[CacheKind] = KINDS,
+    kinds: Sequence[CacheKind] = KINDS[:-1],
     on_step: Callable[[int, int], None] | None = None,
 ) -> LongContext:
     """The original through a float32 cache, and the compressed model through one of each kind.

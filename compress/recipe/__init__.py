@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import Field, StrictInt, StrictStr, ValidationError, field_validator, model_validator
+from pydantic import Field, StrictBool, StrictInt, StrictStr, ValidationError, field_validator, model_validator
 
 from compress.errors import UserError
 from compress.recipe.block_stages import Prune, Quantize, Smooth, Strict
@@ -92,9 +92,18 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class KeyValue(Strict):
-    """How the runtime keeps keys and values: its schemes, calibrated by the run."""
+    """How the runtime keeps keys and values: its schemes, calibrated by the run; rotated: in a basis of each head."""
 
-    scheme: Literal["int8", "int4"]
+    scheme: Literal["int8", "int4", "int3"]
+    rotated: StrictBool = False
+
+    @model_validator(mode="after")
+    def _built(self) -> "KeyValue":
+        if self.rotated and self.scheme == "int8":
+            raise ValueError("expected int4 or int3 beside rotated: true (eight bits lose nothing that it would save)")
+        if self.scheme == "int3" and not self.rotated:
+            raise ValueError("expected rotated: true beside scheme: int3 (three bits lose too much without)")
+        return self
 
 
 class Calibration(Strict):

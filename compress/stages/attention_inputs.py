@@ -1,6 +1,6 @@
 """What attention reads of a text, layer by layer: keys as a cache takes them, and the queries that they meet."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,17 +21,23 @@ class Heads:
     keys     (tokens, kv_heads, d), as the cache takes them: after rotation.
     moments  (kv_heads, d, d), the mean of q qᵀ over the queries of each head's group.
     values   (kv_heads,), the largest |value|.
+    value_rows  (tokens, kv_heads, v).
     """
 
     keys: Tensor
     moments: Tensor
     values: Tensor
+    value_rows: Tensor
 
 
 @torch.inference_mode()
-def attention_inputs(decoder: LlamaDecoder, windows: Tensor) -> Iterator[tuple[int, Heads]]:
+def attention_inputs(
+    decoder: LlamaDecoder, windows: Tensor, starts: Sequence[int] | None = None
+) -> Iterator[tuple[int, Heads]]:
     """Runs windows (W, L) int64 through the decoder, a block at a time, and yields what attention saw of the keys of
     each layer that has some, with the layer's number: once all layers have read them.
+
+    starts  where keys and queries of each window are turned as if it began there; None: at 0.
 
     Memory, in floats: of all windows the residual stream (W · L · hidden), the blocks' own inputs (W · L · layers ·
     size) and the keys and values of one layer, and of those that later layers share (W · L · 2 · kv_heads · d each);
@@ -39,7 +45,7 @@ def attention_inputs(decoder: LlamaDecoder, windows: Tensor) -> Iterator[tuple[i
     """
     a = decoder.architecture
     places = torch.arange(windows.shape[1])
-    turns = decoder.turns(places)
+    turns = [decoder.turns(places + start) for start in starts or [0] * len(windows)]
     stream = [decoder.embed(window, places) for window in windows]
     own = [decoder.layer_inputs(window, x) for window, x in zip(windows, stream, strict=True)]
     last = {a.source(number): number for number in range(a.layers)}
@@ -52,7 +58,7 @@ def attention_inputs(decoder: LlamaDecoder, windows: Tensor) -> Iterator[tuple[i
         found, seen = held[source], _visible(windows.shape[1], weights.window, a.chunked)
         for index, x in enumerate(stream):
             read = decoder.normed(x, block.input_norm)
-            q, k, v = decoder.project(read, weights, turns)
+            q, k, v = decoder.project(read, weights, turns[index])
             if source == number:
                 found.keep(k, v)
             found.count(q)
@@ -88,7 +94,7 @@ class _Seen:
     def heads(self) -> Heads:
         """All of it."""
         highest = torch.stack([values.abs().amax((0, 2)) for values in self.values]).amax(0)
-        return Heads(torch.cat(self.keys), self._moments / self._windows, highest)
+        return Heads(torch.cat(self.keys), self._moments / self._windows, highest, torch.cat(self.values))
 
 
 def _mixed(q: Tensor, k: Tensor, v: Tensor, decoder: LlamaDecoder, weights: Attention, seen: Tensor | None) -> Tensor:

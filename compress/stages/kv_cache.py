@@ -1,4 +1,4 @@
-"""Calibrates key/value caches: per-channel key factors for our caches, static scales per head for other engines.
+"""Calibrates key/value caches: factors or bases of keys for our caches, static scales per head for other engines.
 
 A quantised cache rounds a key's channels with one step per token and head, which its largest channel sets. So keys are
 divided by fixed factors first. Which factors lose least is searched, head by head, by the error of the attention
@@ -8,6 +8,9 @@ an exponent, and KIVI (2402.02750) found that it is channels in which keys are u
 
 Rotation moves energy between the two channels of a pair and keeps its sum, so a pair shares a factor: what was
 calibrated on short windows holds at every position.
+
+A rotated cache (int4, int3) has a basis for each head in place of factors: compress/quantize/cache_basis.py. It mixes
+pairs, so the windows are turned as if they stood all over the positions that the model takes.
 """
 
 import json
@@ -23,7 +26,8 @@ from torch import Tensor
 from compress.artifact import SHARD_BYTES, safetensors
 from compress.artifact.files import write_json
 from compress.errors import UserError
-from compress.stages.attention_inputs import attention_inputs
+from compress.quantize.cache_basis import best_basis
+from compress.stages.attention_inputs import Heads, attention_inputs
 from runtime import load
 from runtime.cache import scheme
 from runtime.cache.quantizer import LIMITS
@@ -32,11 +36,15 @@ from runtime.checkpoints.open import open_checkpoint
 from runtime.checkpoints.safetensors import Shards
 from runtime.kernels.dispatch import choose
 from runtime.kernels.reference import quantize_rows
+from runtime.kv_store import SIGNED
 from runtime.model.base import BaseDecoder
+from runtime.model.layers import Attention
 from runtime.model.reference import LlamaDecoder
 from runtime.model.rotary import RotaryTables
 
-Kind = Literal["int8", "int4"]
+Kind = Literal["int8", "int4", "int3"]
+# Windows are spread over this many positions at most.
+_POSITIONS = 32_768
 EXPONENTS = tuple(n / 8 for n in range(9))
 # A channel that was silent on the calibration text is taken to have this share of its head's root mean square.
 _FLOOR = 1 / 64
@@ -101,11 +109,13 @@ class LayerScales:
 
     key_factor  (kv_heads, head_dim).
     key_scale   (kv_heads,), and value_scale: static, symmetric, of 8 bits.
+    bases       of a rotated cache, whose factors are 1: of keys (kv_heads, 3, d, d), and of values.
     """
 
     key_factor: Tensor
     key_scale: Tensor
     value_scale: Tensor
+    bases: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -115,9 +125,21 @@ class Calibrated:
     kind: Kind
     layers: Mapping[int, LayerScales]
 
-    def factors(self) -> dict[str, Tensor]:
-        """The key factors by name."""
-        return {scheme.factor_name(layer): of.key_factor for layer, of in self.layers.items()}
+    @property
+    def rotated(self) -> bool:
+        """Whether heads have bases in place of factors."""
+        return any(of.bases is not None for of in self.layers.values())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The key factors by name, or the bases."""
+        if not self.rotated:
+            return {scheme.factor_name(layer): of.key_factor for layer, of in self.layers.items()}
+        found = [(layer, of.bases) for layer, of in self.layers.items() if of.bases is not None]
+        return {
+            scheme.basis_name(layer, part): basis
+            for layer, bases in found
+            for part, basis in zip(("key", "value"), bases, strict=True)
+        }
 
     def scales(self) -> dict[str, Tensor]:
         """The static scales by name, (kv_heads, 1, 1) as compressed-tensors has them."""
@@ -125,7 +147,7 @@ class Calibrated:
         return out | {scheme.scale_name(layer, "v"): of.value_scale[:, None, None] for layer, of in self.layers.items()}
 
     def key_factors(self, a: Architecture) -> tuple[Tensor, ...]:
-        """The key factors as a cache of the model takes them (contract.CacheScheme)."""
+        """The key factors as an unrotated cache of the model takes them (contract.CacheScheme)."""
         return tuple(torch.stack([self.layers[layer].key_factor for layer in group.layers]) for group in a.key_groups)
 
 
@@ -135,11 +157,13 @@ def calibrate(
     windows: Tensor,
     threads: int | None = None,
     on_step: Callable[[int, int], None] | None = None,
+    rotated: bool = False,
 ) -> Calibrated:
     """Calibrates a finished model directory on windows (W, L) int64 of text. Equal calls give equal tensors.
 
     The model runs as it will run: packed weights, the runtime's kernels. Memory as `attention_inputs` has it, besides
-    the packed weights. `on_step` is told (layers done, layers) after each layer.
+    the packed weights. `on_step` is told (layers done, layers) after each layer. `rotated` (int4, int3): bases in place
+    of factors.
 
     Raises UserError for a model that the runtime's own decoder does not run, for no windows or windows that are longer
     than the model's positions, and for keys or values that are NaN or infinite (the layer is named).
@@ -165,20 +189,57 @@ def calibrate(
     rotary = RotaryTables(loaded.config, a, torch.device("cpu"))
     found: dict[int, LayerScales] = {}
     total = sum(len(group.layers) for group in a.key_groups)
-    for layer, heads in attention_inputs(decoder, windows):
+    starts = _starts(len(windows), min(positions, _POSITIONS) - windows.shape[1]) if rotated else None
+    for layer, heads in attention_inputs(decoder, windows, starts):
         if not (torch.isfinite(heads.keys).all() and torch.isfinite(heads.values).all()):
             raise UserError(
                 f"{path.name}: model.layers.{layer}.self_attn gives keys or values that are no finite numbers on the "
                 "calibration text: check the weights"
             )
         found[layer] = LayerScales(
-            search(heads.keys, heads.moments, rotary.width(layer), kind),
+            torch.ones(heads.keys.shape[1:])
+            if rotated
+            else search(heads.keys, heads.moments, rotary.width(layer), kind),
             static_scale(heads.keys.abs().amax((0, 2))),
             static_scale(heads.values),
+            bases(decoder, layer, heads, kind) if rotated else None,
         )
         if on_step is not None:
             on_step(len(found), total)
     return Calibrated(kind, dict(sorted(found.items())))
+
+
+def bases(decoder: LlamaDecoder, layer: int, heads: Heads, kind: Kind) -> tuple[Tensor, Tensor]:
+    """Bases (kv_heads, 3, d, d) of a layer's keys and values: an error of a key costs what it adds to the logits of the
+    queries that meet it, one of a value what it adds to the residual stream."""
+    rows, costs = (heads.keys, heads.value_rows), (heads.moments, output_costs(decoder, layer))
+    keys, values = (
+        torch.stack([best_basis(part[:, head], cost, SIGNED[kind], keys) for head, cost in enumerate(cost_of)])
+        for part, cost_of, keys in zip(rows, costs, (True, False), strict=True)
+    )
+    return keys, values
+
+
+@torch.inference_mode()
+def output_costs(decoder: LlamaDecoder, layer: int) -> Tensor:
+    """(kv_heads, v, v): an error e of a head's mixed values adds √(eᵀ · cost · e) to the layer's output, on average
+    over the query heads that share the values. Gates count as what they are at 0."""
+    a, weights = decoder.architecture, decoder.parts.blocks[layer].attention
+    assert isinstance(weights, Attention)  # `check`
+    kv_heads, dim = a.shape(layer)
+    size = dim if a.latent is None else a.value_dim
+    costs = torch.zeros(kv_heads, size, size)
+    for head in range(a.heads):
+        mixed = torch.zeros(size, a.heads, size)
+        mixed[:, head] = torch.eye(size)
+        reached = decoder.output(mixed, weights, torch.zeros(size, a.hidden))
+        costs[head * kv_heads // a.heads] += reached @ reached.T * (kv_heads / a.heads)
+    return costs
+
+
+def _starts(windows: int, room: int) -> list[int]:
+    """Where each window is taken to begin: spread evenly over `room` more positions."""
+    return [max(0, room) * number // max(1, windows - 1) for number in range(windows)]
 
 
 def attach(model: Path, found: Calibrated, shard_bytes: int = SHARD_BYTES) -> None:
@@ -191,7 +252,7 @@ def attach(model: Path, found: Calibrated, shard_bytes: int = SHARD_BYTES) -> No
     Raises ValueError for a directory that has other static scales already.
     """
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    beside = found.factors()
+    beside = found.tensors()
     if scheme.holds_scales(config):
         _join(model, found.scales(), shard_bytes)
     else:
@@ -199,7 +260,7 @@ def attach(model: Path, found: Calibrated, shard_bytes: int = SHARD_BYTES) -> No
     extra = model / scheme.TENSORS
     extra.parent.mkdir(exist_ok=True)
     safetensors.write_part(extra, beside)
-    write_json(model / "config.json", scheme.to_config(config, found.kind))
+    write_json(model / "config.json", scheme.to_config(config, found.kind, found.rotated))
 
 
 def _join(model: Path, tensors: Mapping[str, Tensor], shard_bytes: int) -> None:

@@ -35,7 +35,7 @@ _SCORED = tuple[float, bool]
 class SpecpressLM(TemplateLM):
     """pretrained  a model: directory, run folder, GGUF file or hub name; or one that is loaded.
 
-    cache       float32, float16, int8 or int4; None: as the artifact says.
+    cache       float32, float16, int8, int4 or int3; None: as the artifact says.
     batch_size  requests in one forward. max_length: positions of a request; None: all that the model has.
 
     Raises UserError for a model that cannot be loaded, and a cache that the decoder does not have.

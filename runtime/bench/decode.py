@@ -25,7 +25,7 @@ BASE = "bf16"
 # Tokens of the chain that a decoder continues by itself in one call.
 _CHAIN = 16
 # Bits of a key or value, and of the scales of a token and head (one for its key, one for its value).
-_BITS = {"float32": (32, 0), "float16": (16, 0), "int8": (8, 64), "int4": (4, 64)}
+_BITS = {"float32": (32, 0), "float16": (16, 0), "int8": (8, 64), "int4": (4, 64), "int3": (3, 64)}
 
 
 def computed_bytes(kind: str, kv_heads: int, head_dim: int, tokens: int) -> int:

@@ -54,7 +54,7 @@ def digests(decoder: Decoder) -> dict[str, str]:
         raise NoDigestError(f"the model takes no more than {decoder.max_positions} tokens")
     ids = torch.arange(1, _TOKENS + 1) * _SPREAD % (1 << 32) * decoder.vocab_size >> 32
     found = {}
-    for kind in KINDS:
+    for kind in dict.fromkeys((*KINDS, decoder.kv.kind)):
         for part, logits in _logits(decoder, ids, kind).items():
             if not torch.isfinite(logits).all():
                 raise NoDigestError(f"logits hold NaN or Inf ({kind} {part})")

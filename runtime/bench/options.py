@@ -34,7 +34,7 @@ Kernels = Annotated[
 ShapeNames = Annotated[list[str], typer.Option("--shape", help="A published model's sizes; may be repeated.")]
 ShapeName = Annotated[str, typer.Option("--shape", help="A published model's sizes.")]
 Schemes = Annotated[list[str], typer.Option("--scheme", help="bf16, fp8, int8, int4, nf4 or ternary; may be repeated.")]
-Kinds = Annotated[list[str], typer.Option(help="float32, float16, int8 or int4; may be repeated.")]
+Kinds = Annotated[list[str], typer.Option(help="float32, float16, int8, int4 or int3; may be repeated.")]
 NewTokens = Annotated[int, typer.Option(help="Tokens of each text.")]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from runtime.cache.quantizer import CacheFormat
 from runtime.cache.states import States
 from runtime.checkpoints.record import CacheShape
-from runtime.contract import SharesNothing
+from runtime.contract import CacheBasis, SharesNothing
 from runtime.devices import explained
 from runtime.errors import UserError
 from runtime.kv_store import KEY_BLOCK, Store, allocate
@@ -73,6 +73,12 @@ class KeyValueCache(ABC):
     def stores(self, request: int) -> tuple[Store, ...]:
         """The request's memory, format by format."""
         return self._store[request]
+
+    def basis(self, layer: int) -> CacheBasis | None:
+        """What a layer's keys and values are written in, (kv_heads, 3, d, d) each; None: as they are."""
+        group, own = self._places[layer]
+        found = self.formats[group].basis
+        return None if found is None else CacheBasis(found.keys[own], found.values[own])
 
     def states(self, request: int) -> States | None:
         """Those of its last tokens, where the model's layers have such."""

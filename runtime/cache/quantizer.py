@@ -1,14 +1,16 @@
-"""Keys and values in and out of a store, rounded to int8 or int4 per token and head where the cache is quantised."""
+"""Keys and values in and out of a store, rounded per token and head where the cache is quantised."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from runtime.contract import FLOATS, CacheKind
+from runtime.cache.basis import round_signed
+from runtime.contract import FLOATS, CacheBasis, CacheKind
 from runtime.kernels.reference import quantize_rows
-from runtime.kv_store import KEY_BLOCK, LIMITS, Store
+from runtime.kv_store import KEY_BLOCK, LIMITS, SIGNED, THREE_BITS, VECTOR, Store
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,8 +22,10 @@ class CacheFormat:
     value_dim   dimensions of values; 0: as many as of keys.
     state       floats of the states of all layers that have one (cache/states.py); of a cache with layers of several
                 shapes it is the first format's.
+    basis       what keys and values are written in, in place of factors; None: as they are.
 
-    Raises ValueError for a factor of another shape or with entries that are not positive.
+    Raises ValueError for a factor of another shape or with entries that are not positive, and for a basis of another
+    shape, beside a factor, or of a kind that has no use for one.
     """
 
     layers: int
@@ -32,6 +36,7 @@ class CacheFormat:
     key_factor: Tensor | None = None
     value_dim: int = 0
     state: int = 0
+    basis: CacheBasis | None = None
 
     def __post_init__(self) -> None:
         factor, shape = self.key_factor, (self.layers, self.kv_heads, self.head_dim)
@@ -39,11 +44,20 @@ class CacheFormat:
             found, least = factor.shape, float(factor.min())
             if tuple(found) != shape or not 0 < least <= float(factor.max()) < float("inf"):
                 raise ValueError(f"key_factor must be {shape} and positive, found {list(found)} from {least}")
+        if self.basis is None:
+            return
+        lead = shape[:2]
+        expected = [(*lead, 3, dim, dim) for dim in (self.head_dim, self.values)]
+        found_shapes = [tuple(part.shape) for part in (self.basis.keys, self.basis.values)]
+        if found_shapes != expected or factor is not None or self.kind not in SIGNED:
+            raise ValueError(
+                f"a basis is {expected} in caches of {', '.join(SIGNED)} without factors, found {found_shapes}"
+            )
 
     @property
     def bytes_per_token(self) -> int:
         """Keys, values and their scales over all layers (what pads a head to whole vectors left out)."""
-        each = {"float32": (4.0, 0), "float16": (2.0, 0), "int8": (1.0, 4), "int4": (0.5, 4)}
+        each = {"float32": (4.0, 0), "float16": (2.0, 0), "int8": (1.0, 4), "int4": (0.5, 4), "int3": (0.375, 4)}
         size, scale = each[self.kind]
         per_head = sum(math.ceil(size * dim) + scale for dim in (self.head_dim, self.values))
         return self.layers * self.kv_heads * per_head
@@ -60,26 +74,29 @@ class CacheFormat:
         if self.kind not in FLOATS:
             if self.key_factor is not None:
                 keys = keys / self.key_factor[layer]
-            limit = LIMITS[self.kind]
-            keys, store.key_scale[layer, block, :, inside] = quantize_rows(keys, limit)
-            values, store.value_scale[layer, block, :, inside] = quantize_rows(values, limit)
-        if self.kind != "int4":
+            own = (None, None) if self.basis is None else (self.basis.keys[layer], self.basis.values[layer])
+            keys, store.key_scale[layer, block, :, inside] = self._rounded(keys, own[0])
+            values, store.value_scale[layer, block, :, inside] = self._rounded(values, own[1])
+        if self.kind not in PACKINGS:
             store.keys[layer, block, :, :, inside] = keys.to(store.keys.dtype)
             store.values[layer, block, :, inside, :dim] = values.to(store.values.dtype)
             return
+        unpacked, packed = PACKINGS[self.kind]
         blocks, block = block.unique(return_inverse=True)
-        held_keys, held_values = _nibbles(store.keys[layer, blocks]), _nibbles(store.values[layer, blocks])
+        held_keys, held_values = unpacked(store.keys[layer, blocks]), unpacked(store.values[layer, blocks])
         held_keys[block, :, :, inside] = keys
         held_values[block, :, inside, :dim] = values
-        store.keys[layer, blocks], store.values[layer, blocks] = _bytes(held_keys), _bytes(held_values)
+        store.keys[layer, blocks], store.values[layer, blocks] = packed(held_keys), packed(held_values)
 
     def read(self, store: Store, layer: int, blocks: slice | Tensor) -> tuple[Tensor, Tensor]:
-        """Float32 keys (blocks, kv_heads, head_dim, 64) and values (blocks, kv_heads, 64, wide) of some blocks."""
+        """Float32 keys (blocks, kv_heads, head_dim, 64) and values (blocks, kv_heads, 64, wide) of some blocks, in the
+        basis where there is one."""
         keys, values = store.keys[layer, blocks], store.values[layer, blocks]
         if self.kind in FLOATS:
             return keys.float(), values.float()
-        if self.kind == "int4":
-            keys, values = _nibbles(keys), _nibbles(values)
+        if self.kind in PACKINGS:
+            unpacked, _ = PACKINGS[self.kind]
+            keys, values = unpacked(keys), unpacked(values)
         keys = keys.float() * store.key_scale[layer, blocks].unsqueeze(-2)
         if self.key_factor is not None:
             keys = keys * self.key_factor[layer].unsqueeze(-1)
@@ -91,16 +108,23 @@ class CacheFormat:
         if self.kind not in FLOATS:
             for scale in (store.key_scale, store.value_scale):
                 scale[:, b, :, j] = scale[:, a, :, i]
-        if self.kind != "int4":
+        if self.kind not in PACKINGS:
             store.keys[:, b, :, :, j] = store.keys[:, a, :, :, i]
             store.values[:, b, :, j] = store.values[:, a, :, i]
             return
+        unpacked, packed = PACKINGS[self.kind]
         blocks, places = torch.cat((a, b)).unique(return_inverse=True)
         a, b = places.chunk(2)
-        keys, values = _nibbles(store.keys[:, blocks]), _nibbles(store.values[:, blocks])
+        keys, values = unpacked(store.keys[:, blocks]), unpacked(store.values[:, blocks])
         keys[:, b, :, :, j] = keys[:, a, :, :, i]
         values[:, b, :, j] = values[:, a, :, i]
-        store.keys[:, blocks], store.values[:, blocks] = _bytes(keys), _bytes(values)
+        store.keys[:, blocks], store.values[:, blocks] = packed(keys), packed(values)
+
+    def _rounded(self, x: Tensor, basis: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Codes and scales of keys or values (n, kv_heads, d)."""
+        if basis is None and self.kind in LIMITS:
+            return quantize_rows(x, LIMITS[self.kind])
+        return round_signed(x, SIGNED[self.kind], basis)
 
 
 def _nibbles(packed: Tensor) -> Tensor:
@@ -112,3 +136,28 @@ def _bytes(codes: Tensor) -> Tensor:
     """The inverse of `_nibbles`."""
     low, high = (codes + 8).to(torch.uint8).chunk(2, dim=-1)
     return low | high << 4
+
+
+def _three_bits(packed: Tensor) -> Tensor:
+    """(…, 6 n) bytes to (…, 16 n) codes −4..3: of each sixteen four bytes of lower bits, then two of upper ones."""
+    groups = packed.unflatten(-1, (-1, THREE_BITS))
+    pairs, bits = (torch.arange(0, 8, step, dtype=torch.uint8, device=packed.device) for step in (2, 1))
+    low = (groups[..., :4, None] >> pairs & 3).flatten(-2)
+    high = (groups[..., 4:, None] >> bits & 1).flatten(-2)
+    return (low | high << 2).flatten(-2).to(torch.int8) - 4
+
+
+def _three_bit_bytes(codes: Tensor) -> Tensor:
+    """The inverse of `_three_bits`."""
+    raw = (codes + 4).to(torch.uint8).unflatten(-1, (-1, VECTOR))
+    pairs, bits = (torch.arange(0, 8, step, dtype=torch.uint8, device=codes.device) for step in (2, 1))
+    low = ((raw & 3).unflatten(-1, (4, 4)) << pairs).sum(-1, dtype=torch.uint8)
+    high = ((raw >> 2).unflatten(-1, (2, 8)) << bits).sum(-1, dtype=torch.uint8)
+    return torch.cat((low, high), dim=-1).flatten(-2)
+
+
+# Of kinds whose codes share bytes: (…, bytes) to (…, codes) int8, and back.
+PACKINGS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "int4": (_nibbles, _bytes),
+    "int3": (_three_bits, _three_bit_bytes),
+}

@@ -4,8 +4,9 @@ config.json says it twice. Ours, whatever the weights' format:
 
     "specpress": {"kv_cache": {"kind": "int4", "tensors": "kv_cache/scales.safetensors"}}
 
-    kind     int8 or int4: per token and head, as quantizer.py rounds.
+    kind     int8, int4 or int3: per token and head, as quantizer.py rounds.
     tensors  `model.layers.N.self_attn.key_factor` (kv_heads, head_dim) float32 of every layer N that keeps keys.
+    rotated  true: in place of factors `…key_basis` and `…value_basis` (kv_heads, 3, d, d) float32 (basis.py).
 
 The tensors have a file of their own in a folder of their own: beside the weights transformers would report them as
 unexpected, and engines that read every *.safetensors of a directory would refuse them.
@@ -24,10 +25,11 @@ from torch import Tensor
 
 from runtime.checkpoints.architecture import Architecture, describe
 from runtime.checkpoints.directory import Checkpoint
-from runtime.checkpoints.record import HeadShape
+from runtime.checkpoints.record import HeadShape, KeyGroup
 from runtime.checkpoints.safetensors import Shards
-from runtime.contract import FLOATS, UNCALIBRATED, CacheKind, CacheScheme
+from runtime.contract import FLOATS, UNCALIBRATED, CacheBasis, CacheKind, CacheScheme
 from runtime.errors import UserError
+from runtime.kv_store import SIGNED
 
 TENSORS = "kv_cache/scales.safetensors"
 _OURS = "config.json: specpress.kv_cache"
@@ -40,6 +42,11 @@ _STATIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "attn_he
 def factor_name(layer: int) -> str:
     """Name of a layer's key factors."""
     return f"model.layers.{layer}.self_attn.key_factor"
+
+
+def basis_name(layer: int, part: str) -> str:
+    """Name of a layer's bases, `part` being "key" or "value"."""
+    return f"model.layers.{layer}.self_attn.{part}_basis"
 
 
 def scale_name(layer: int, part: str) -> str:
@@ -59,11 +66,12 @@ def holds_scales(config: Mapping[str, Any]) -> bool:
     return a is None or (len(a.key_groups) == 1 and all(a.source(layer) == layer for layer in a.attending))
 
 
-def to_config(config: Mapping[str, Any], kind: CacheKind) -> dict[str, Any]:
-    """config.json with both keys added, for a cache of `kind` (int8 or int4). Raises ValueError for floats."""
+def to_config(config: Mapping[str, Any], kind: CacheKind, rotated: bool = False) -> dict[str, Any]:
+    """config.json with both keys added, for a cache of `kind` (of codes). Raises ValueError for floats."""
     if kind in FLOATS:
         raise ValueError(f"a {kind} cache has no scheme")
-    ours = {**config.get("specpress", {}), "kv_cache": {"kind": kind, "tensors": TENSORS}}
+    said: dict[str, Any] = {"kind": kind, "tensors": TENSORS} | ({"rotated": True} if rotated else {})
+    ours = {**config.get("specpress", {}), "kv_cache": said}
     changed = {**config, "specpress": ours}
     if holds_scales(config):
         plain: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "dense"}
@@ -90,9 +98,17 @@ def read(checkpoint: Checkpoint, a: Architecture, device: torch.device) -> Cache
 def _ours(checkpoint: Checkpoint, said: Any, a: Architecture, device: torch.device) -> CacheScheme:
     where = f"{checkpoint.path.name}/{_OURS}"
     keys = said if isinstance(said, dict) else {}
-    if keys.get("kind") not in ("int8", "int4") or not isinstance(keys.get("tensors"), str):
-        raise UserError(f"{where} must have the kind int8 or int4 and the file of its tensors, found {said!r}")
+    rotated = keys.get("rotated", False)
+    kinds = tuple(SIGNED) if rotated else ("int8", "int4")
+    if keys.get("kind") not in kinds or not isinstance(keys.get("tensors"), str) or not isinstance(rotated, bool):
+        raise UserError(
+            f"{where} must have the kind int8 or int4 (or int4 or int3, rotated) and the file of its tensors, found"
+            f" {said!r}"
+        )
     tensors = Shards(checkpoint.path, said["tensors"])
+    if rotated:
+        bases = tuple(_bases(checkpoint, tensors, a, group, device) for group in a.key_groups)
+        return CacheScheme(said["kind"], bases=bases)
     found = [
         torch.stack([_factor(checkpoint, tensors, layer, group.shape) for layer in group.layers]).to(device)
         for group in a.key_groups
@@ -111,6 +127,31 @@ def _factor(checkpoint: Checkpoint, tensors: Shards, layer: int, shape: HeadShap
     if not bool(((factor > 0) & torch.isfinite(factor)).all()):
         raise UserError(f"{checkpoint.path.name}: tensor {name} must hold positive numbers; calibrate it again")
     return factor
+
+
+def _bases(
+    checkpoint: Checkpoint, tensors: Shards, a: Architecture, group: KeyGroup, device: torch.device
+) -> CacheBasis:
+    sizes = {"key": group.shape.head_dim, "value": group.shape.head_dim if a.latent is None else a.value_dim}
+    found = {
+        part: torch.stack(
+            [_basis(checkpoint, tensors, basis_name(n, part), group.shape[0], size) for n in group.layers]
+        )
+        for part, size in sizes.items()
+    }
+    return CacheBasis(found["key"].to(device), found["value"].to(device))
+
+
+def _basis(checkpoint: Checkpoint, tensors: Shards, name: str, heads: int, size: int) -> Tensor:
+    basis = tensors[name].float()
+    if tuple(basis.shape) != (heads, 3, size, size):
+        raise UserError(
+            f"{checkpoint.path.name}: tensor {name} has shape {tuple(basis.shape)}, config.json implies"
+            f" {(heads, 3, size, size)}; the two do not belong together"
+        )
+    if not bool(torch.isfinite(basis).all()):
+        raise UserError(f"{checkpoint.path.name}: tensor {name} must hold finite numbers; calibrate it again")
+    return basis
 
 
 def _theirs(checkpoint: Checkpoint, said: Any) -> CacheScheme:

@@ -70,7 +70,7 @@ class BaseDecoder(ABC):
         return self._tapped[wanted]
 
     def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> KeyValueCache:
-        """An empty cache that holds keys and values as `kind` says, by the artifact's key factors (`kv`).
+        """An empty cache that holds keys and values as `kind` says, by the artifact's factors and bases (`kv`).
 
         `pages` of 64 tokens, shared by all requests (PagedCache); None: memory for each request (ContiguousCache).
         """
@@ -81,11 +81,12 @@ class BaseDecoder(ABC):
         """One for each group of layers."""
         a = self.architecture
         groups, state = a.cache_shape
-        factors = self.kv.factors(kind) or (None,) * len(groups)
+        none = (None,) * len(groups)
+        factors, bases = self.kv.factors(kind) or none, self.kv.bases_of(kind) or none
         values = 0 if a.latent is None else a.value_dim
         return tuple(
-            CacheFormat(*shape, self.device, kind, factor, values, state if number == 0 else 0)
-            for number, (shape, factor) in enumerate(zip(groups, factors, strict=True))
+            CacheFormat(*shape, self.device, kind, factor, values, state if number == 0 else 0, basis)
+            for number, (shape, factor, basis) in enumerate(zip(groups, factors, bases, strict=True))
         )
 
     def _recall_states(self, rows: Rows, cache: KeyValueCache) -> None:

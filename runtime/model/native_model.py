@@ -47,7 +47,7 @@ class NativeModel:
         self, a: Architecture, parts: Parts, kernel: Kernel, rotary: RotaryTables, formats: tuple[CacheFormat, ...]
     ):
         """`formats`: of caches, one for each group of layers. Raises UserError for sizes that do not fit each other."""
-        self._factors = tuple(form.key_factor for form in formats)
+        self._own = tuple((form.key_factor, form.basis) for form in formats)
         self._parts, self._pool = parts, pool(kernel.threads)
         layers = (LayerStruct * len(parts.blocks))()
         self._architecture, self._kept = a, list[Any]([layers])
@@ -100,13 +100,20 @@ class NativeModel:
 
     def fits(self, formats: tuple[CacheFormat, ...]) -> bool:
         """Whether it is for caches of these formats, one of whose kind it was made for."""
-        return all(form.key_factor is factor for form, factor in zip(formats, self._factors, strict=True))
+        return all(
+            form.key_factor is factor and form.basis is basis
+            for form, (factor, basis) in zip(formats, self._own, strict=True)
+        )
 
     def _heads(self, form: CacheFormat, rotated: int) -> HeadsStruct:
         factors = None if form.key_factor is None else form.key_factor.float().contiguous()
-        self._kept.append(factors)
+        bases = [None, None]
+        if form.basis is not None:
+            bases = [part.float().contiguous() for part in (form.basis.keys, form.basis.values)]
+        self._kept += [factors, *bases]
         kind, heads = CACHES[form.kind], self._architecture.heads
-        return HeadsStruct(heads, form.kv_heads, form.head_dim, rotated, kind, address(factors), form.value_dim)
+        sizes = heads, form.kv_heads, form.head_dim, rotated, kind, address(factors), form.value_dim
+        return HeadsStruct(*sizes, *[address(basis) for basis in bases])
 
     def _fill(self, layer: LayerStruct, block: Block, number: int) -> None:
         layer.input_norm, layer.attention_norm = _norm(block.input_norm), _norm(block.attention_norm)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from runtime.cache.basis import BACK, turned
 from runtime.cache.contiguous import KeyValueCache
 from runtime.cache.slots import Layout, Reserved, checked_cache, extend_states, keys_and_values, lay_out, plan
 from runtime.contract import Cache, Out, Rows
@@ -241,6 +242,8 @@ class LlamaDecoder(BaseDecoder):
     ) -> Tensor:
         a = self.architecture
         q, k, v = self.project(x, weights, turns)
+        basis = cache.basis(layer)
+        q = q if basis is None else turned(q, basis.keys[:, BACK])
         for of in layout.requests if not weights.shares else ():
             part = slice(of.first, of.first + of.count)
             cache.write(layer, of.request, of.start, k[part], v[part])
@@ -252,7 +255,8 @@ class LlamaDecoder(BaseDecoder):
             positions = layout.positions[tiles.start : tiles.stop].to(self.device)
             how = weights.window, a.softcap, weights.sinks, a.chunked
             out.append(self.attention(q[places], keys, values, positions, a.scaling, *how))
-        return self.output(torch.cat(out).flatten(0, 1)[layout.scatter.to(self.device)], weights, x)
+        mixed = torch.cat(out).flatten(0, 1)[layout.scatter.to(self.device)]
+        return self.output(mixed if basis is None else turned(mixed, basis.values[:, BACK]), weights, x)
 
     def _mlp(self, x: Tensor, weights: Mlp) -> Tensor:
         gate, *up = weights.gate_up.split(x)

@@ -36,7 +36,7 @@ int64_t attention_scratch(const Heads& h) {
 int64_t tile_rows() { return QUERIES; }
 
 // ------------------------------------------------------------------------------------------------------- the blocks
-// 64 keys and values, each CACHE_F32, CACHE_INT8 or CACHE_INT4: floats, or codes with a scale a key.
+// 64 keys and values, each of a CacheKind: floats, or codes with a scale a key.
 struct Block {
     int64_t key_kind, value_kind;
     const void *keys, *values;
@@ -90,6 +90,22 @@ struct Int4Block {
     }
     F16 key_scale(int v) const { return load(key_scales + v * LANES); }
     F16 value_scale(int64_t j) const { return nibble_table(value_scales[j]); }
+    static F16 scaled(F16 code, F16 scale) { return mul(code, scale); }
+};
+
+// Groups of sixteen codes, six bytes each: of keys at one dimension, of dimensions of one value.
+struct Int3Block {
+    static constexpr bool CODES = true;
+    const uint8_t *keys, *values;
+    const float *key_scales, *value_scales;
+    int64_t row;
+    Int3Block(const Block& b, int64_t width)
+        : keys(static_cast<const uint8_t*>(b.keys)), values(static_cast<const uint8_t*>(b.values)), key_scales(b.key_scale),
+          value_scales(b.value_scale), row(width / LANES * THREE_BITS) {}
+    F16 key(int64_t d, int v) const { return load_three_bits(keys + (d * (KEYS / LANES) + v) * THREE_BITS); }
+    F16 value(int64_t j, int64_t d, F16 scale) const { return scaled_three_bits(values + j * row + d / LANES * THREE_BITS, scale); }
+    F16 key_scale(int v) const { return load(key_scales + v * LANES); }
+    F16 value_scale(int64_t j) const { return three_bit_table(value_scales[j]); }
     static F16 scaled(F16 code, F16 scale) { return mul(code, scale); }
 };
 
@@ -217,7 +233,8 @@ static void score_all(int64_t rows, const float* q, int64_t dim, int64_t wide, c
         while (first < last && blocks[first].key_kind == kind) first++;
         const auto any = kind == CACHE_F32    ? score_any<FloatBlock>
                          : kind == CACHE_INT8 ? score_any<Int8Block>
-                                              : score_any<Int4Block>;
+                         : kind == CACHE_INT4 ? score_any<Int4Block>
+                                              : score_any<Int3Block>;
         any(rows, q, dim, wide, blocks + begin, first - begin, factor, scores + begin * KEYS);
     }
 }
@@ -229,7 +246,10 @@ static void mix_all(int64_t rows, const float* weights, const Block* blocks, Ran
         const int64_t kind = blocks[end].value_kind;
         while (end * KEYS < r.last && blocks[end].value_kind == kind) end++;
         const Range run = {r.first, r.last < end * KEYS ? r.last : end * KEYS, r.more};
-        const auto any = kind == CACHE_F32 ? mix_any<FloatBlock> : kind == CACHE_INT8 ? mix_any<Int8Block> : mix_any<Int4Block>;
+        const auto any = kind == CACHE_F32    ? mix_any<FloatBlock>
+                         : kind == CACHE_INT8 ? mix_any<Int8Block>
+                         : kind == CACHE_INT4 ? mix_any<Int4Block>
+                                              : mix_any<Int3Block>;
         any(rows, weights, blocks, run, wide, out);
         r = {run.last, r.last, true};
     }
@@ -263,7 +283,7 @@ static float exp_one(float x) {
     return lanes[0];
 }
 
-static int64_t bits_of(int64_t kind) { return kind == CACHE_F32 ? 32 : kind == CACHE_INT8 ? 8 : 4; }
+static int64_t bits_of(int64_t kind) { return kind == CACHE_F32 ? 32 : kind == CACHE_INT8 ? 8 : kind == CACHE_INT4 ? 4 : 3; }
 
 // A block of the cache, where it lies.
 static Block stored(const AttentionCall& c, const Store& s, int64_t kv_head, int64_t from, float* own_values) {
@@ -273,7 +293,7 @@ static Block stored(const AttentionCall& c, const Store& s, int64_t kv_head, int
     const auto* values = static_cast<const uint8_t*>(s.values) + at * KEYS * wide * bits / 8;
     if (h.cache_kind == CACHE_F32) return {CACHE_F32, CACHE_F32, keys, values, nullptr, nullptr};
     const float *key_scale = s.key_scale + at * KEYS, *value_scale = s.value_scale + at * KEYS;
-    if (h.cache_kind == CACHE_INT8 || wide / 2 % LANES == 0)
+    if (h.cache_kind != CACHE_INT4 || wide / 2 % LANES == 0)
         return {h.cache_kind, h.cache_kind, keys, values, key_scale, value_scale};
     widen_halves(values, value_scale, wide, own_values);
     return {h.cache_kind, CACHE_F32, keys, own_values, key_scale, nullptr};

@@ -53,11 +53,22 @@ void Decoder::norm_heads(const float* weight, float* x, int64_t heads, int64_t h
     }
 }
 
+// Queries into the basis of their keys, or mixed values back from theirs; [heads][size] in place.
+void Decoder::turn_heads(const Heads& h, const float* basis, int64_t layer, float* x, int64_t size) {
+    float turned[1024];  // sound.cpp, widest_head
+    for (int64_t head = 0; head < h.heads; head++, x += size) {
+        const int64_t of = layer * h.kv_heads + head / (h.heads / h.kv_heads);
+        path_.turn(x, basis + (of * 3 + 2) * size * size, size, turned);
+        std::memcpy(x, turned, static_cast<size_t>(size) * 4);
+    }
+}
+
 void Decoder::attend(const Layer& layer, const Batch& all, const Angles& angles) {
     const Heads& h = model_.heads[layer.group];
     Batch batch = all;
     batch.stores += layer.group * all.requests;
     const int64_t rows = batch.rows, half = h.rotated / 2, stride = row_of_heads(h), kv_heads = layer.shares ? 0 : h.kv_heads;
+    const bool shares_bytes = h.cache_kind == CACHE_INT4 || h.cache_kind == CACHE_INT3;
     rows_of(rows, stride, [&](int thread, int64_t row) {
         float* q = qkv_.data() + row * stride;
         float *k = q + h.heads * h.dim, *v = k + h.kv_heads * h.dim;
@@ -76,14 +87,15 @@ void Decoder::attend(const Layer& layer, const Batch& all, const Angles& angles)
         if (model_.norm_rotated) norm();
         if (angles.growth && layer.grows)
             for (int64_t i = 0; i < h.heads * h.dim; i++) q[i] = q[i] * angles.growth[batch.position[row]];
-        if (h.cache_kind != CACHE_INT4 && kv_heads) path_.remember(h, layer.keys, batch.stores[batch.request[row]], batch.slot[row], k, v);
+        if (h.key_basis) turn_heads(h, h.key_basis, layer.keys, q, h.dim);
+        if (!shares_bytes && kv_heads) path_.remember(h, layer.keys, batch.stores[batch.request[row]], batch.slot[row], k, v);
     });
-    // Nibbles of slots 32 apart share a byte: one thread writes both.
-    if (h.cache_kind == CACHE_INT4 && kv_heads) {
-        const int64_t apart = KEYS / 2;
+    // Nibbles of slots 32 apart share a byte, and three bits of slots in one group of sixteen: one thread writes them.
+    if (shares_bytes && kv_heads) {
+        const int64_t apart = h.cache_kind == CACHE_INT4 ? KEYS / 2 : KEYS / 16;
         pool_.run(apart, rows < apart ? apart : 1, [&](int, int64_t begin, int64_t end) {
             for (int64_t row = 0; row < rows; row++) {
-                const int64_t place = batch.slot[row] % apart;
+                const int64_t place = h.cache_kind == CACHE_INT4 ? batch.slot[row] % apart : batch.slot[row] / 16 % apart;
                 if (place < begin || place >= end) continue;
                 const float* k = qkv_.data() + row * stride + h.heads * h.dim;
                 path_.remember(h, layer.keys, batch.stores[batch.request[row]], batch.slot[row], k, k + h.kv_heads * h.dim);
@@ -92,6 +104,11 @@ void Decoder::attend(const Layer& layer, const Batch& all, const Angles& angles)
     }
     const AttentionCall call = {h, layer.keys, layer.window, model_.attention_scaling, &batch, qkv_.data(), stride, mixed_.data(), model_.softcap, layer.sinks, model_.chunked};
     attend_all(path_, pool_, call, units_[layer.group], text_, [&](int thread) { return scratch(thread); });
+    if (!h.value_basis) return;
+    const int64_t values = values_of(h);
+    rows_of(rows, h.heads * values, [&](int, int64_t row) {
+        turn_heads(h, h.value_basis, layer.keys, mixed_.data() + row * h.heads * values, values);
+    });
 }
 
 // Products of one layer for each head, each with its own part of the rows.

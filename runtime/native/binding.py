@@ -45,7 +45,7 @@ _LACKS = {
     1: "the compiler that built specpress does not know these instructions",
     4: "the operating system does not let this process use these instructions",
 }
-CACHES = {"float32": 0, "int8": 1, "int4": 2}
+CACHES = {"float32": 0, "int8": 1, "int4": 2, "int3": 3}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4, "xielu": 5, "clamped_swiglu": 6}
 SCORINGS = {"softmax": 0, "sigmoid": 1, "sparse mixer": 2}
 

@@ -1,9 +1,12 @@
-// Keys and values into the cache and back, in float32, int8 or int4: runtime/kv_store.py's rules.
+// Keys and values into the cache and back, in float32, int8, int4 or int3: runtime/kv_store.py's rules.
 #include "cache.h"
 
 namespace SPECPRESS_PATH {
 
 using namespace specpress;
+
+// What the extreme of a row with signed scales is rounded to (runtime/kv_store.py, SIGNED).
+constexpr float INT4_LIMIT = -8.0f, INT3_LIMIT = -4.25f;
 
 static int8_t nibble(const uint8_t* p, bool high) { return static_cast<int8_t>((high ? *p >> 4 : *p & 15) - 8); }
 static void set_nibble(uint8_t* p, bool high, int32_t code) {
@@ -25,6 +28,33 @@ static float round_row(const float* x, int64_t dim, float limit, int32_t* codes)
     return scale;
 }
 
+// Codes of one row of keys or values; the basis is null where it is stored as it is.
+static float round_part(const Heads& h, const float* basis, int64_t layer, int64_t head, const float* x, int64_t dim, int32_t* codes) {
+    const float* into = basis ? basis_part(basis, h, layer, head, dim, 0) : nullptr;
+    const float* feedback = basis ? basis_part(basis, h, layer, head, dim, 1) : nullptr;
+    if (h.cache_kind == CACHE_INT3) return round_signed(x, dim, INT3_LIMIT, 4, into, feedback, codes);
+    if (basis) return round_signed(x, dim, INT4_LIMIT, 8, into, feedback, codes);
+    return round_row(x, dim, h.cache_kind == CACHE_INT4 ? 7.0f : 127.0f, codes);
+}
+
+// Bytes of a row of codes, which is 64 keys of one dimension or the padded dimensions of one value; and code `i` of it.
+static int64_t row_bytes(const Heads& h, int64_t size) {
+    return h.cache_kind == CACHE_INT8 ? size : h.cache_kind == CACHE_INT4 ? size / 2 : size / 16 * 6;
+}
+static int32_t code_at(const Heads& h, const uint8_t* row, int64_t size, int64_t i) {
+    if (h.cache_kind == CACHE_INT8) return static_cast<int8_t>(row[i]);
+    if (h.cache_kind == CACHE_INT3) return three_bits(row, i);
+    return nibble(row + i % (size / 2), i >= size / 2);
+}
+static void set_code(const Heads& h, uint8_t* row, int64_t size, int64_t i, int32_t code) {
+    if (h.cache_kind == CACHE_INT8)
+        row[i] = static_cast<uint8_t>(code);
+    else if (h.cache_kind == CACHE_INT3)
+        set_three_bits(row, i, code);
+    else
+        set_nibble(row + i % (size / 2), i >= size / 2, code);
+}
+
 // Stores one row's keys and values, all heads, at a slot.
 void remember(const Heads& h, int64_t layer, const Store& s, int64_t slot, const float* key, const float* value) {
     const int64_t dim = h.dim, values = values_of(h), wide = padded(values);
@@ -36,30 +66,16 @@ void remember(const Heads& h, int64_t layer, const Store& s, int64_t slot, const
             std::memcpy(static_cast<float*>(s.values) + (at.block * KEYS + at.inside) * wide, value, static_cast<size_t>(values) * 4);
             continue;
         }
-        const bool four_bits = h.cache_kind == CACHE_INT4;
-        const float limit = four_bits ? 7.0f : 127.0f;
         float scaled[1024];
         int32_t codes[1024];
         const float* factor = h.key_factor ? h.key_factor + (layer * h.kv_heads + head) * dim : nullptr;
         for (int64_t d = 0; d < dim; d++) scaled[d] = factor ? key[d] / factor[d] : key[d];
-        s.key_scale[at.block * KEYS + at.inside] = round_row(scaled, dim, limit, codes);
-        uint8_t* k = static_cast<uint8_t*>(s.keys);
-        if (four_bits) {
-            k += at.block * dim * (KEYS / 2) + at.inside % (KEYS / 2);
-            for (int64_t d = 0; d < dim; d++) set_nibble(k + d * (KEYS / 2), at.inside >= KEYS / 2, codes[d]);
-        } else {
-            k += at.block * dim * KEYS + at.inside;
-            for (int64_t d = 0; d < dim; d++) k[d * KEYS] = static_cast<uint8_t>(codes[d]);
-        }
-        s.value_scale[at.block * KEYS + at.inside] = round_row(value, values, limit, codes);
-        uint8_t* v = static_cast<uint8_t*>(s.values);
-        if (four_bits) {
-            v += (at.block * KEYS + at.inside) * (wide / 2);
-            for (int64_t d = 0; d < values; d++) set_nibble(v + d % (wide / 2), d >= wide / 2, codes[d]);
-        } else {
-            v += (at.block * KEYS + at.inside) * wide;
-            for (int64_t d = 0; d < values; d++) v[d] = static_cast<uint8_t>(codes[d]);
-        }
+        s.key_scale[at.block * KEYS + at.inside] = round_part(h, h.key_basis, layer, head, scaled, dim, codes);
+        auto* k = static_cast<uint8_t*>(s.keys) + at.block * dim * row_bytes(h, KEYS);
+        for (int64_t d = 0; d < dim; d++, k += row_bytes(h, KEYS)) set_code(h, k, KEYS, at.inside, codes[d]);
+        s.value_scale[at.block * KEYS + at.inside] = round_part(h, h.value_basis, layer, head, value, values, codes);
+        auto* v = static_cast<uint8_t*>(s.values) + (at.block * KEYS + at.inside) * row_bytes(h, wide);
+        for (int64_t d = 0; d < values; d++) set_code(h, v, wide, d, codes[d]);
     }
 }
 
@@ -76,17 +92,13 @@ void recall(const AttentionCall& c, const Store& s, int64_t head, int64_t slot, 
     }
     const float ks = s.key_scale[at.block * KEYS + at.inside], vs = s.value_scale[at.block * KEYS + at.inside];
     const float* factor = h.key_factor ? h.key_factor + (c.layer * h.kv_heads + head) * dim : nullptr;
-    const auto* k = static_cast<const uint8_t*>(s.keys);
-    const auto* v = static_cast<const uint8_t*>(s.values);
-    const bool four_bits = h.cache_kind == CACHE_INT4;
-    for (int64_t d = 0; d < dim; d++) {
-        const uint8_t* code = k + (at.block * dim + d) * (four_bits ? KEYS / 2 : KEYS) + (four_bits ? at.inside % (KEYS / 2) : at.inside);
-        const float x = static_cast<float>(four_bits ? nibble(code, at.inside >= KEYS / 2) : static_cast<int8_t>(*code)) * ks;
+    const auto* k = static_cast<const uint8_t*>(s.keys) + at.block * dim * row_bytes(h, KEYS);
+    const auto* v = static_cast<const uint8_t*>(s.values) + (at.block * KEYS + at.inside) * row_bytes(h, wide);
+    for (int64_t d = 0; d < dim; d++, k += row_bytes(h, KEYS)) {
+        const float x = static_cast<float>(code_at(h, k, KEYS, at.inside)) * ks;
         key[d * KEYS] = factor ? x * factor[d] : x;
     }
-    v += (at.block * KEYS + at.inside) * (four_bits ? wide / 2 : wide);
-    for (int64_t d = 0; d < values; d++)
-        value[d] = static_cast<float>(four_bits ? nibble(v + d % (wide / 2), d >= wide / 2) : static_cast<int8_t>(v[d])) * vs;
+    for (int64_t d = 0; d < values; d++) value[d] = static_cast<float>(code_at(h, v, wide, d)) * vs;
 }
 
 void widen_halves(const uint8_t* values, const float* scales, int64_t wide, float* out) {

@@ -282,6 +282,7 @@ class Decoder {
     const float* normed(const Norm& norm, int thread, int64_t row);
     const float* scaled(const float* x, float scale, int thread);
     void attend(const Layer& layer, const Batch& batch, const Angles& angles);
+    void turn_heads(const Heads& h, const float* basis, int64_t layer, float* x, int64_t size);
     void convolve(const Layer& layer, int64_t state, const Batch& batch);
     void delta(const Layer& layer, int64_t state, const Batch& batch);
     void read_mamba(const Layer& layer, int64_t rows);

@@ -51,7 +51,8 @@ struct Inputs {
 
 // Where keys and values of one request lie. Float: keys [layers][blocks][heads][dim][64], values [layers][blocks][heads][64][their
 // dimensions padded to 16]. Quantised: the same in bytes (int8) or nibbles (int4: key j beside key j + 32, dimension i beside
-// i + dim/2), with one scale per key and head, [layers][blocks][heads][64].
+// i + dim/2), or in groups of sixteen three-bit codes (int3: six bytes, vec.h), with one scale per key and head,
+// [layers][blocks][heads][64].
 struct Store {
     void* keys;
     void* values;
@@ -63,7 +64,7 @@ struct Store {
     float* states = nullptr;
     int64_t held = 0, width = 0;
 };
-enum CacheKind : int64_t { CACHE_F32 = 0, CACHE_INT8 = 1, CACHE_INT4 = 2 };
+enum CacheKind : int64_t { CACHE_F32 = 0, CACHE_INT8 = 1, CACHE_INT4 = 2, CACHE_INT3 = 3 };
 
 struct Heads {
     int64_t heads, kv_heads, dim;
@@ -71,6 +72,8 @@ struct Heads {
     int64_t cache_kind;
     const float* key_factor;  // [layers][kv_heads][dim]: keys are divided by it before they are quantised; null: 1
     int64_t value_dim = 0;    // dimensions of values; 0: as many as of keys
+    // What keys and values are written in (basis.h): [layers][kv_heads][3][dim][dim], of values their dimensions; null: as they are.
+    const float *key_basis = nullptr, *value_basis = nullptr;
 };
 inline int64_t values_of(const Heads& h) { return h.value_dim ? h.value_dim : h.dim; }
 // Queries, keys and values of a row, side by side.
@@ -204,6 +207,8 @@ struct Path {
     void (*mamba_steps)(float* x, const float* rate, int64_t size, float low, float high, float* left);
     void (*mamba_step)(const MambaStep& step);
     void (*rotate)(float* x, int64_t heads, int64_t dim, int64_t half, const float* cos, const float* sin);
+    // out = x · matrix, of [size] by [size][size]: each sum first to last, no product fused.
+    void (*turn)(const float* x, const float* matrix, int64_t size, float* out);
     void (*remember)(const Heads& h, int64_t layer, const Store& s, int64_t slot, const float* key, const float* value);
     // A unit's rows; `parts`: the sums of its splits, one after the other, from attend_split, or null: they are made here.
     void (*attend)(const AttentionCall& call, const AttentionUnit& unit, float* parts, float* scratch);

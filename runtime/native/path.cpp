@@ -31,6 +31,7 @@ void delta_step(const DeltaStep&);
 void mamba_steps(float*, const float*, int64_t, float, float, float*);
 void mamba_step(const MambaStep&);
 void rotate(float*, int64_t, int64_t, int64_t, const float*, const float*);
+void turn(const float*, const float*, int64_t, float*);
 void remember(const Heads&, int64_t, const Store&, int64_t, const float*, const float*);
 void attend(const AttentionCall&, const AttentionUnit&, float*, float*);
 void attend_split(const AttentionCall&, const AttentionUnit&, int64_t, float*, float*);
@@ -48,7 +49,8 @@ void block_step(const BlockStep&);
 extern const Path path;
 const Path path = {
     {linear_f32, linear_bf16, linear_int8, linear_int4, linear_nf4, linear_ternary, linear_nested, linear_upper, linear_trellis},
-    quantize, widen, norm, layer_norm, gated, capped, sigmoid, decay, delta_step, mamba_steps, mamba_step, rotate, remember, attend, attend_split, choose,
+    quantize, widen, norm, layer_norm, gated, capped, sigmoid, decay, delta_step, mamba_steps, mamba_step, rotate, turn,
+    remember, attend, attend_split, choose,
     attention_scratch, attention_part, tile_rows, largest, encode, dot, maxima, look, block_step, UNSIGNED_DOT,
 };
 

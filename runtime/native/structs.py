@@ -155,6 +155,7 @@ class HeadsStruct(Structure):
         *_all(c_int64, "heads", "kv_heads", "dim", "rotated", "cache_kind"),
         ("key_factor", c_void_p),
         ("value_dim", c_int64),
+        *_all(c_void_p, "key_basis", "value_basis"),
     ]
 
 

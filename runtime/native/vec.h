@@ -19,6 +19,7 @@
 namespace SPECPRESS_PATH {
 
 constexpr int LANES = 16;
+constexpr int64_t THREE_BITS = 6;  // bytes of sixteen codes of three bits
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
 // ---------------------------------------------------------------------------------------------- AVX-512 with VNNI
@@ -74,6 +75,20 @@ inline F16 load_nibbles(const uint8_t* p, int shift) { return look_up_nibbles(p,
 // Minus 8 and times a scale: the multiplications are those of the table alone.
 inline F16 nibble_table(float scale) { return mul(nibble_codes(), set(scale)); }
 inline F16 scaled_nibbles(const uint8_t* p, int shift, F16 products) { return look_up_nibbles(p, shift, products); }
+// Sixteen codes of three bits in six bytes: their lower two bits, lane by lane, then their upper ones.
+inline F16 look_up_three_bits(const uint8_t* p, F16 entries) {
+    uint32_t low;
+    uint16_t high;
+    std::memcpy(&low, p, 4), std::memcpy(&high, p + 4, 2);
+    const __m512i twice = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i two = _mm512_and_si512(_mm512_srlv_epi32(_mm512_set1_epi32(static_cast<int>(low)), twice), _mm512_set1_epi32(3));
+    const __m512i raw = _mm512_mask_or_epi32(two, high, two, _mm512_set1_epi32(4));
+    return {_mm512_permutexvar_ps(raw, entries.v)};
+}
+inline F16 three_bit_codes() { return {_mm512_setr_ps(-4, -3, -2, -1, 0, 1, 2, 3, -4, -3, -2, -1, 0, 1, 2, 3)}; }
+inline F16 load_three_bits(const uint8_t* p) { return look_up_three_bits(p, three_bit_codes()); }
+inline F16 three_bit_table(float scale) { return mul(three_bit_codes(), set(scale)); }
+inline F16 scaled_three_bits(const uint8_t* p, F16 products) { return look_up_three_bits(p, products); }
 inline F16 load_bf16(const uint16_t* p) {
     return {_mm512_castsi512_ps(
         _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16))};
@@ -411,6 +426,17 @@ inline I16 dot_signed(I16 acc, B64 w, X4 x) {
 // Nibbles minus 8 and times a scale: how scaled_nibbles wants it, and they.
 inline F16 nibble_table(float scale) { return set(scale); }
 inline F16 scaled_nibbles(const uint8_t* p, int shift, F16 scale) { return mul(load_nibbles(p, shift), scale); }
+// Sixteen codes of three bits in six bytes: their lower two bits, lane by lane, then their upper ones.
+inline F16 load_three_bits(const uint8_t* p) {
+    uint32_t low;
+    uint16_t high;
+    std::memcpy(&low, p, 4), std::memcpy(&high, p + 4, 2);
+    float codes[LANES];
+    for (int i = 0; i < LANES; i++) codes[i] = static_cast<float>(static_cast<int32_t>((low >> (2 * i) & 3) | (high >> i & 1) << 2) - 4);
+    return load(codes);
+}
+inline F16 three_bit_table(float scale) { return set(scale); }
+inline F16 scaled_three_bits(const uint8_t* p, F16 scale) { return mul(load_three_bits(p), scale); }
 #endif
 
 // Sum and maximum of the lanes, halving: lane i and lane i + 8 first.

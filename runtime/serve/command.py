@@ -75,7 +75,9 @@ class ServeOptions:
         int | None,
         typer.Option(min=1, help="Pages of 64 tokens for keys and values.", show_default="a quarter of free memory"),
     ] = None
-    kv: Annotated[str, typer.Option(help="Keys and values: auto, float32, float16 (GPUs), int8 or int4.")] = "auto"
+    kv: Annotated[str, typer.Option(help="Keys and values: auto, float32, float16 (GPUs), int8, int4 or int3.")] = (
+        "auto"
+    )
     runs: Annotated[
         Path | None, typer.Option(help="A folder of runs and sweeps, which the page lists.", show_default=False)
     ] = None

@@ -16,7 +16,8 @@ _PROGRAM = "llama-server"
 _CONFIG = f"{FOLDER}/llama-cpp-python.json"
 _FORM, _FILE = "gguf", "model.gguf"
 # llama.cpp's types of caches that are nearest to ours.
-_CACHES = {"int8": "q8_0", "int4": "q4_0"}
+# llama.cpp has no cache of three bits.
+_CACHES = {"int8": "q8_0", "int4": "q4_0", "int3": "q4_0"}
 _SECONDS = 20
 TABLES = {"--spec-type": "spec_type", "models": "models"}
 

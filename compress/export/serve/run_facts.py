@@ -31,7 +31,7 @@ class Facts:
     group        inputs that share a scale; 0: one per row, or nothing is packed.
     activations  whether inputs are rounded, too: dynamic, static, or none.
     asymmetric   whether any layer has zero points; reordered: whether any is in activation order.
-    cache        int8 or int4, where keys and values are to be kept so; declared: whether by kv_cache_scheme, too.
+    cache        int8, int4 or int3, where keys and values are to be kept so; declared: whether by kv_cache_scheme, too.
     heads, kv_heads, layers, experts, widths, positions   of the model; widths: what tensor parallelism cuts.
     draft        whether the run has one; vocabulary: whether it is the target's.
     medusa       whether the run has Medusa heads.

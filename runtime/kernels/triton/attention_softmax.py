@@ -1,7 +1,7 @@
 """One block of keys in a row's attention: what the kernels for few rows and for many have in common.
 
 Tensor cores multiply float16, so a float32 row is split into two float16 terms after a power of two has brought its
-largest entry to 2^13..2^14: |x − x₁ − x₂| ≤ 2^-22·|x| + 2^-38·max|x|. Codes of int8 and int4, and float16 keys, are
+largest entry to 2^13..2^14: |x − x₁ − x₂| ≤ 2^-22·|x| + 2^-38·max|x|. Codes of any bits, and float16 keys, are
 one exact term. Products are exact in the float32 sums. A row of a tile is a row of the tensor core's instruction,
 which is m16n8k16 in all kernels here (wgmma needs 64 rows), so neither its neighbours nor its place changes its bits.
 Sums over keys are products with ones for the same reason: a reduction's order would follow the tile's layout.
@@ -128,12 +128,23 @@ def stored_keys(keys, page, inside, BEGIN: tl.constexpr, COUNT: tl.constexpr, SH
         place = page * (SHAPE.dim * 32) + inside % 32
         byte = tl.load(keys + d[:, None] * 32 + place[None, :], mask=exists, other=136).to(tl.int32)
         held = (((byte >> (inside // 32 * 4)[None, :]) & 15) - 8).to(tl.float16)
+    elif SHAPE.kind == "int3":
+        held = three_bits(keys + d[:, None] * 24 + (page * (SHAPE.dim * 24))[None, :], inside[None, :], exists)
     else:
         place = page * (SHAPE.dim * 64) + inside
         held = tl.load(keys + d[:, None] * 64 + place[None, :], mask=exists, other=0)
         if SHAPE.kind != "float32":
             held = held.to(tl.float16)
     return held
+
+
+@triton.jit
+def three_bits(row, i, exists):
+    """Code i of rows of three-bit codes in bytes at `row`, −4..3, float16; 0 where it does not exist."""
+    at = row + i // 16 * 6
+    low = tl.load(at + i % 16 // 4, mask=exists, other=0).to(tl.int32) >> (i % 4 * 2)
+    high = tl.load(at + 4 + i % 16 // 8, mask=exists, other=255).to(tl.int32) >> (i % 8)
+    return ((low & 3) + (high & 1) * 4 - 4).to(tl.float16)
 
 
 @triton.jit
@@ -168,9 +179,13 @@ def load_values(values, scales, block, inside, seen, head, SHAPE: tl.constexpr):
     """Values (n, padded) as float16 terms and scales (n,); zero where not `seen` (n,), for 0 · ∞ is no number."""
     _, column, exists = columns(SHAPE)
     size: tl.constexpr = SHAPE.wide // 2 if SHAPE.kind == "int4" else SHAPE.wide
+    packed: tl.constexpr = SHAPE.wide // 16 * 6
     slot = (block.to(tl.int64) * SHAPE.kv_heads + head) * 64 + inside
     there = seen[:, None] & exists[None, :]
-    held = tl.load(values + slot[:, None] * size + column[None, :], mask=there, other=0)
+    if SHAPE.kind == "int3":
+        held = three_bits(values + slot[:, None] * packed, column[None, :], there)
+    else:
+        held = tl.load(values + slot[:, None] * size + column[None, :], mask=there, other=0)
     if SHAPE.kind == "float32":
         factor, scale = balance(tl.max(tl.abs(held), axis=1))
         high, low = terms(held * factor[:, None])

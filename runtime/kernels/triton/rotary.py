@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.contract import CacheKind
+from runtime.contract import CacheBasis, CacheKind
 from runtime.kernels.triton.exact import inverse_root
 from runtime.kernels.triton.kv_store import writable_parts, write_key, write_value, written
 from runtime.kv_store import Store
@@ -31,6 +31,7 @@ def rotate_and_store(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    basis: CacheBasis | None = None,
 ) -> Tensor:
     """Queries (T, heads, dim) float32 for `attend`; keys and values go to the store's layer.
 
@@ -41,16 +42,18 @@ def rotate_and_store(
     slots     (T,) int on the device, physical; slots given twice hold either row, or a
               mixture of both where codes share bytes.
     factor    (kv_heads, dim) float32, that keys are divided by; None: 1.
+    basis     what keys and values are written in, (kv_heads, 3, d, d) each; queries stay as they are.
     q_norm, k_norm, eps  per-head RMSNorm (dim,) before the rotation; None: not normed.
     """
     rows, heads, kv_heads = q.shape[0], q.shape[1] // dim, k.shape[1] // dim
     # Compiled even where there is nothing to store.
     value_dim = v.shape[1] // kv_heads if kv_heads else dim
     out = torch.empty((rows, heads, dim), dtype=torch.float32, device=q.device)
+    bases = (None, None) if basis is None else (basis.keys, basis.values)
     if rows:
         _rotate_kernel[(rows, heads + 2 * kv_heads)](
-            q, k, v, out, cos, sin, position, slots, writable_parts(store, layer, kind), factor, q_norm, k_norm, eps,
-            q.stride(0), k.stride(0), v.stride(0),
+            q, k, v, out, cos, sin, position, slots, writable_parts(store, layer, kind), factor, *bases,
+            q_norm, k_norm, eps, q.stride(0), k.stride(0), v.stride(0),
             HEADS=heads, HALF=cos.shape[1], KEYS=written(kind, kv_heads, dim),
             VALUES=written(kind, kv_heads, value_dim), num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
@@ -80,7 +83,8 @@ def _rotated(source, weight, eps, cos, sin, DIM: tl.constexpr, HALF: tl.constexp
 
 @triton.jit
 def _rotate_kernel(
-    q, k, v, out, cos, sin, position, slots, memory, factor, q_norm, k_norm, eps, q_stride, k_stride, v_stride,
+    q, k, v, out, cos, sin, position, slots, memory, factor, key_basis, value_basis, q_norm, k_norm, eps,
+    q_stride, k_stride, v_stride,
     HEADS: tl.constexpr, HALF: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     key_memory, value_memory, key_scale, value_scale = memory
@@ -98,8 +102,8 @@ def _rotate_kernel(
         x = _rotated(k + row * k_stride + head * KEYS.dim, k_norm, eps, cos + at, sin + at, KEYS.dim, HALF, KEYS.padded)
         if factor is not None:
             x = tl.div_rn(x, tl.load(factor + head * KEYS.dim + d, mask=d < KEYS.dim, other=1.0))
-        write_key(x, key_memory, key_scale, slot, head, KEYS)
+        write_key(x, key_memory, key_scale, slot, head, key_basis, KEYS)
     else:
         head = which - HEADS - KEYS.kv_heads
         source = v + row * v_stride + head * VALUES.dim
-        write_value(source, value_memory, value_scale, slot, head, VALUES)
+        write_value(source, value_memory, value_scale, slot, head, value_basis, VALUES)

@@ -293,7 +293,8 @@ class TritonDecoder(BaseDecoder):
         taps: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor]:
         factors = tuple(form.key_factor for form in cache.formats)
-        memory = Memory(cache.memories, cache.format.kind, factors, blocks * KEY_BLOCK, sharing)
+        bases = tuple(form.basis for form in cache.formats)
+        memory = Memory(cache.memories, cache.format.kind, factors, bases, blocks * KEY_BLOCK, sharing)
         # Always the same tensors for so many blocks: graphs hold their addresses.
         blocks = max(blocks, _LEAST_TABLE)
         if blocks not in self._angles:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from runtime.checkpoints.record import Architecture
-from runtime.contract import CacheKind
+from runtime.contract import CacheBasis, CacheKind
 from runtime.kernels.triton.attention_decode import Heads
 from runtime.kernels.triton.elementwise import rms_norm
 from runtime.kv_store import Store
@@ -18,21 +18,23 @@ class Memory:
     """Where keys and values go: for each shape of keys (record.Architecture.key_groups) a pool of blocks of 64, how all
     hold them, and what keys are divided by.
 
-    factors (layers, kv_heads, head_dim) float32 or None.
+    factors (layers, kv_heads, head_dim) float32 or None; bases: what they are written in, or None.
     keys    the most keys that a row of this forward sees; sharing: adjacent rows of one request, most of the time.
     """
 
     stores: tuple[Store, ...]
     kind: CacheKind
     factors: tuple[Tensor | None, ...]
+    bases: tuple[CacheBasis | None, ...]
     keys: int
     sharing: int
 
-    def of(self, number: int) -> tuple[Store, int, Tensor | None]:
-        """The pool that holds the cache's layer `number`, the layer's place in it, and its factors."""
-        for store, factor in zip(self.stores, self.factors, strict=True):
+    def of(self, number: int) -> tuple[Store, int, Tensor | None, CacheBasis | None]:
+        """The pool that holds the cache's layer `number`, the layer's place in it, its factors and its basis."""
+        for store, factor, basis in zip(self.stores, self.factors, self.bases, strict=True):
             if number < len(store.keys):
-                return store, number, None if factor is None else factor[number]
+                own = None if basis is None else CacheBasis(basis.keys[number], basis.values[number])
+                return store, number, None if factor is None else factor[number], own
             number -= len(store.keys)
         raise IndexError(number)
 

@@ -19,6 +19,7 @@ from runtime.kernels.routing import route
 from runtime.kernels.triton import argmax
 from runtime.kernels.triton.attention_decode import Places, attend, splits_for, workspace
 from runtime.kernels.triton.attention_prefill import attend_many
+from runtime.kernels.triton.basis import turn_back
 from runtime.kernels.triton.elementwise import embed, gated, rms_norm
 from runtime.kernels.triton.expert_rows import Picks
 from runtime.kernels.triton.linear import TritonJoined, TritonLinear, split_outputs
@@ -81,7 +82,7 @@ def hidden_states(
         """The residual stream x behind a block's attention, which reads `read`."""
         weights = block.attention
         assert isinstance(weights, Attention)
-        store, layer, factor = memory.of(a.places[number][0])
+        store, layer, factor, basis = memory.of(a.places[number][0])
         heads = replace(of_layer[number], window=weights.window, sinks=weights.sinks, factor=factor)
         normed = _normed(read, block.input_norm, weights.qkv, a, a.attention_scales[0])
         q, k, v = projected(_joined(weights.qkv, normed), weights, heads, a)
@@ -98,9 +99,10 @@ def hidden_states(
             norms = None, None
         q = rotate_and_store(
             *(q, k, v, *angles, inputs.position, inputs.slot, store, layer, memory.kind, heads.dim, factor),
-            *(*norms, a.norm_eps),
+            *(*norms, a.norm_eps, basis),
         )
         q = q * growth if growth is not None and weights.grows else q
+        q = q if basis is None else turn_back(q, basis.keys)
         mixed, room = q.new_empty((len(x), a.heads, heads.values)), rooms[heads.values]
         keys = (store, layer, memory.kind, heads)
         if prompt:
@@ -110,6 +112,7 @@ def hidden_states(
             for first in range(0, len(q), held):
                 part = slice(first, first + held)
                 attend(q[part], *keys, _some(places, part), splits, memory.sharing, mixed[part], room)
+        mixed = mixed if basis is None else turn_back(mixed, basis.values)
         if weights.latent is not None:
             mixed = by_head(weights.latent.values, weights.latent.values_stack, mixed)
         mixed = mixed.view(len(x), -1)

@@ -141,7 +141,9 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
             "expected one of warmup, weight, rate_factor, heads_factor: did you mean",
         ),
         ("kv: int8\n", "kv: expected a mapping, found 'int8'"),
-        ("kv: {scheme: int3}\n", "kv.scheme: expected int8 or int4, found 'int3'"),
+        ("kv: {scheme: int2}\n", "kv.scheme: expected int8, int4 or int3, found 'int2'"),
+        ("kv: {scheme: int3}\n", "kv: expected rotated: true beside scheme: int3"),
+        ("kv: {scheme: int8, rotated: true}\n", "kv: expected int4 or int3 beside rotated: true"),
         (
             "stages:\n  - prun: {}\n",
             "stages.0.prun: unknown key, expected one of prune, heal, smooth, quantize",

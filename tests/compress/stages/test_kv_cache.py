@@ -30,6 +30,7 @@ from runtime.cache import scheme
 from runtime.checkpoints.open import open_checkpoint
 from runtime.contract import CacheKind, Decoder, Rows
 from runtime.kernels.reference import rotate
+from runtime.model.reference import LlamaDecoder
 from runtime.native.binding import CACHES
 
 HEADS, DIM = 2, 32
@@ -163,7 +164,7 @@ def test_equal_calibrations_are_equal(tiny: Callable[..., Path]) -> None:
         kv_cache.calibrate(tiny("llama"), "int4", windows, threads, lambda *step: steps.append(step))
         for threads in (torch.get_num_threads(), None)
     )
-    for one, other in ((first.factors(), second.factors()), (first.scales(), second.scales())):
+    for one, other in ((first.tensors(), second.tensors()), (first.scales(), second.scales())):
         assert one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
     assert steps == [(1, 2), (2, 2)] * 2
 
@@ -230,6 +231,50 @@ def test_a_directory_keeps_its_weights_in_files_of_any_number(
     other = replace(found, layers={n: replace(of, key_scale=of.key_scale * 2) for n, of in found.layers.items()})
     with pytest.raises(ValueError, match="has other static scales already"):
         kv_cache.attach(out, other, shard_bytes)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int3"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma"])
+def test_a_rotated_cache_is_written_and_read(
+    tiny: Callable[..., Path], tmp_path: Path, family: str, kind: CacheKind
+) -> None:
+    """Whole models: nearer to the floats than codes of as many bits without bases, at every width the same bits."""
+    source, windows = tiny(family), random_windows(3, 100)
+    found = kv_cache.calibrate(source, kind, windows, rotated=True)  # type: ignore[arg-type]
+    assert found.rotated and not any("factor" in name for name in found.tensors())
+    decoder, plain = load(attached(source, tmp_path / "a", found)).decoder, load(source).decoder
+    assert decoder.kv.kind == kind and not decoder.kv.key_factors
+    (basis,) = decoder.kv.bases
+    assert torch.equal(basis.keys[1], found.tensors()["model.layers.1.self_attn.key_basis"])
+    assert torch.equal(basis.values[0], found.tensors()["model.layers.0.self_attn.value_basis"])
+
+    def logits(made: Decoder, held: CacheKind, *widths: int) -> Tensor:
+        cache = made.new_cache(held)
+        request, out = cache.open(100), []
+        for piece in windows[0].split(list(widths)):
+            out.append(made.forward(piece, Rows.chains([(request, cache.length(request), len(piece))]), cache).logits)
+        return torch.cat(out)
+
+    want = logits(plain, "float32", 100)
+    rotated, rounded = logits(decoder, kind, 100), logits(plain, kind, 100)
+    assert float((rotated - want).norm()) < 0.9 * float((rounded - want).norm())
+    assert torch.equal(logits(decoder, kind, 60, 1, 8, 1, 30), rotated)
+    assert torch.equal(logits(decoder, "float32", 100), want)
+
+
+def test_what_an_error_of_a_value_costs_is_what_it_adds(tiny: Callable[..., Path]) -> None:
+    decoder = load(tiny("llama"), kernels="reference").decoder
+    assert isinstance(decoder, LlamaDecoder)
+    a, weights = decoder.architecture, decoder.parts.blocks[1].attention
+    cost, error = kv_cache.output_costs(decoder, 1), torch.randn(a.head_dim, generator=generator(1))
+    per = a.heads // a.kv_heads
+    for head in range(a.kv_heads):
+        added = 0.0
+        for query in range(head * per, (head + 1) * per):
+            mixed = torch.zeros(1, a.heads, a.head_dim)
+            mixed[0, query] = error
+            added += float(decoder.output(mixed, weights, torch.zeros(1, a.hidden)).square().sum())  # type: ignore[arg-type]
+        assert float(error @ cost[head] @ error) == pytest.approx(added / per, rel=1e-4)
 
 
 def test_several_shards_take_more_tensors_too(tiny: Callable[..., Path], tmp_path: Path) -> None:

@@ -167,6 +167,28 @@ def test_what_is_wrong_is_named(tiny: Callable[..., Path], tmp_path: Path) -> No
             load(out)
 
 
+def test_what_is_wrong_with_bases_is_named(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    def rotated(out: Path, kind: CacheKind, basis: Tensor) -> Path:
+        artifact(tiny("llama"), out, "int4")
+        changed(out, lambda config: config["specpress"]["kv_cache"].update(kind=kind, rotated=True))
+        names = [kv_scheme.basis_name(layer, part) for layer in range(LAYERS) for part in ("key", "value")]
+        save_file({name: basis.clone() for name in names}, out / kv_scheme.TENSORS)
+        return out
+
+    good = torch.randn(HEADS, 3, DIM, DIM)
+    for kind in ("int4", "int3"):
+        held = load(rotated(tmp_path / kind, kind, good)).decoder.kv  # type: ignore[arg-type]
+        assert held.kind == kind and torch.equal(held.bases[0].values[1], good)
+    wrong: list[tuple[CacheKind, Tensor, str]] = [
+        ("int8", good, "int4 or int3, rotated"),
+        ("int4", good[:, :2], r"shape \(2, 2, 16, 16\), config.json implies \(2, 3, 16, 16\)"),
+        ("int3", good * torch.nan, "must hold finite numbers"),
+    ]
+    for number, (kind, basis, message) in enumerate(wrong):
+        with pytest.raises(UserError, match=message):
+            load(rotated(tmp_path / str(number), kind, basis))
+
+
 def test_a_configuration_without_groups_needs_a_cache_scheme(path: Path, tmp_path: Path) -> None:
     assert open_checkpoint(path).quantization == {
         "quant_method": "compressed-tensors",

@@ -12,10 +12,11 @@ from torch import Tensor
 from runtime import load
 from runtime.cache.contiguous import ContiguousCache
 from runtime.cache.quantizer import CacheFormat
-from runtime.contract import Rows
+from runtime.contract import CacheBasis, Rows
 from runtime.errors import UserError
 from runtime.kv_store import CacheKind
 from runtime.model.native import NativeDecoder
+from tests.runtime.model import families
 
 Tiny = Callable[..., Path]
 Text = Callable[..., Tensor]
@@ -23,7 +24,7 @@ Whole = Callable[..., Tensor]
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "mixtral", "qwen3_moe")
 PACKED = ("int8", "int4", "nf4", "ternary", "int8 static", "int4 zero points", "int4 order", "mixed")
-KINDS: tuple[CacheKind, ...] = ("float32", "int8", "int4")
+KINDS: tuple[CacheKind, ...] = ("float32", "int8", "int4", "int3")
 
 
 def decoder(path: Path, kernels: str) -> NativeDecoder:
@@ -77,7 +78,7 @@ def test_logits_of_float_models_are_the_references(
 
 def test_half_precision_caches_are_left_to_gpus(tiny: Tiny, text: Text, whole: Whole, native_path: str) -> None:
     """The reference has them too, so that there is something to compare a GPU's with."""
-    with pytest.raises(UserError, match="hold keys and values in float32, int8, int4, not in float16"):
+    with pytest.raises(UserError, match="hold keys and values in float32, int8, int4, int3, not in float16"):
         decoder(tiny("llama"), native_path).new_cache("float16")
     plain = load(tiny("llama"), kernels="reference").decoder
     tokens = text(70)
@@ -311,6 +312,45 @@ def test_a_tree_beside_a_chain_in_one_batch(tiny: Tiny, text: Text, native_path:
             rows, parts, ids = [chained, tree_rows(handles[0], 70, 6)], [alone[1], alone[0]], [line, tokens]
         both = Rows(*(torch.cat([getattr(r, name) for r in rows]) for name in ("request", "position", "parent")))
         assert torch.equal(made.forward(torch.cat(ids), both, cache).logits, torch.cat(parts))
+
+
+@pytest.mark.parametrize("kind", ["int4", "int3"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2", "gemma4_text"])
+def test_caches_in_a_basis_have_the_references_bits(
+    tiny: Tiny, text: Text, tmp_path: Path, native_path: str, kind: CacheKind, family: str
+) -> None:
+    """At every width, in latent attention and with keys of two shapes; and without the basis they are others."""
+    path = tiny("llama") if family == "llama" else families.write(family, tmp_path / family)
+    made, tokens = decoder(path, native_path), text(80) % families.VOCABULARY
+    a, g = made.architecture, torch.Generator().manual_seed(1)
+    values = a.value_dim if a.latent is not None else 0
+    forms = [
+        tuple(
+            CacheFormat(layers, heads, dim, made.device, kind, None, values, basis=basis)
+            for (layers, heads, dim), basis in zip(a.cache_shape.groups, found, strict=True)
+        )
+        for found in (
+            [random_basis(layers, heads, dim, values or dim, g) for layers, heads, dim in a.cache_shape.groups],
+            [None] * len(a.cache_shape.groups),
+        )
+    ]
+    reference = load(path, kernels="reference").decoder
+    results = []
+    for form in forms:
+        caches = [ContiguousCache(form) for _ in range(3)]
+        rows = [Rows.chains([(cache.open(80), 0, 80)]) for cache in caches]
+        ours, theirs = (
+            d.forward(tokens, r, c).logits for d, r, c in zip((made, reference), rows, caches[:2], strict=False)
+        )
+        assert torch.equal(ours, theirs)
+        pieces = [chain(made, caches[2], 0, piece) for piece in tokens.split([50, 1, 7, 1, 21])]
+        assert torch.equal(torch.cat(pieces), ours)
+        results.append(ours)
+    assert not torch.equal(*results)
+
+
+def random_basis(layers: int, heads: int, dim: int, values: int, g: torch.Generator) -> CacheBasis:
+    return CacheBasis(*(torch.randn(layers, heads, 3, size, size, generator=g) * size**-0.5 for size in (dim, values)))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

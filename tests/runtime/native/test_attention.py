@@ -16,7 +16,7 @@ from runtime.kv_store import CacheKind
 from runtime.native.binding import CACHES, PATHS, pool, require
 from runtime.native.structs import BatchStruct, HeadsStruct, StoreStruct
 
-KINDS: tuple[CacheKind, ...] = ("float32", "int8", "int4")
+KINDS: tuple[CacheKind, ...] = ("float32", "int8", "int4", "int3")
 LAYERS, LAYER = 2, 1
 # (query heads to a key head, key heads, head dimension): everything that units and vectors are cut by.
 SHAPES = [(1, 2, 64), (2, 2, 16), (7, 1, 48), (8, 2, 80), (12, 1, 64), (3, 1, 20)]

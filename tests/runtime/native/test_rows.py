@@ -12,9 +12,9 @@ from torch import Tensor
 from runtime.cache.contiguous import ContiguousCache
 from runtime.cache.quantizer import CacheFormat
 from runtime.checkpoints.record import Activation
+from runtime.contract import CacheBasis, CacheKind
 from runtime.kernels import reference
 from runtime.kernels.activations import activate
-from runtime.kv_store import CacheKind
 from runtime.native.binding import ACTIVATIONS, CACHES, PATHS, require
 from runtime.native.structs import HeadsStruct, StoreStruct
 
@@ -126,13 +126,13 @@ def test_rotation(native_path: str, rows: int, heads: int, half: int, rest: int,
 
 # What a cache keeps.
 
-KINDS: tuple[CacheKind, ...] = ("float32", "int8", "int4")
+KINDS: tuple[CacheKind, ...] = ("float32", "int8", "int4", "int3")
 
 
 def remember(
     path: str, cache: ContiguousCache, request: int, layer: int, slots: Tensor, keys: Tensor, values: Tensor
 ) -> None:
-    factor = cache.format.key_factor
+    factor, basis = cache.format.key_factor, cache.format.basis
     heads = HeadsStruct(
         cache.format.kv_heads,
         cache.format.kv_heads,
@@ -140,6 +140,8 @@ def remember(
         0,
         CACHES[cache.format.kind],
         None if factor is None else factor.data_ptr(),
+        0,
+        *((None, None) if basis is None else (basis.keys.data_ptr(), basis.values.data_ptr())),
     )
     store = StoreStruct(*cache.store(request).pointers)
     pointers = slots.data_ptr(), keys.data_ptr(), values.data_ptr()
@@ -174,6 +176,26 @@ def test_a_cache_is_written_as_the_reference_writes_it(native_path: str, kind: C
             assert torch.equal(a, b), (kv_heads, dim)
 
 
+@pytest.mark.parametrize("kind", ["int4", "int3"])
+def test_a_cache_in_a_basis_is_written_as_the_reference_writes_it(native_path: str, kind: CacheKind) -> None:
+    for kv_heads, dim in ((2, 16), (1, 80), (3, 33), (1, 1)):
+        g = generator(dim)
+        basis = CacheBasis(*(torch.randn(2, 3, kv_heads, 3, dim, dim, generator=g) * dim**-0.5))
+        ours, theirs = (
+            ContiguousCache(CacheFormat(3, kv_heads, dim, torch.device("cpu"), kind, basis=basis)) for _ in range(2)
+        )
+        handle = ours.open(150)
+        assert theirs.open(150) == handle
+        for layer in (0, 2):
+            slots = torch.randperm(192, generator=g)[:90]
+            keys, values = torch.randn(2, 90, kv_heads, dim, generator=g)
+            keys[0], keys[1, 0, 0], values[-1], values[3] = 0.0, torch.nan, values[-1] * 1e20, 1e-42
+            remember(native_path, ours, handle, layer, slots, keys, values)
+            theirs.format.write(theirs.store(handle), layer, slots, keys, values)
+        for a, b in zip(contents(ours, handle), contents(theirs, handle), strict=True):
+            assert torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan()), (kv_heads, dim)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_written_slot_leaves_the_others_alone(native_path: str, kind: CacheKind) -> None:
     cache = ContiguousCache(CacheFormat(2, 2, 24, torch.device("cpu"), kind))
@@ -181,7 +203,7 @@ def test_a_written_slot_leaves_the_others_alone(native_path: str, kind: CacheKin
     keys, values = torch.randn(2, 64, 2, 24, generator=generator(4))
     remember(native_path, cache, handle, 1, torch.arange(64), keys, values)
     before = [part.clone() for part in cache.read(1, handle, 64)]
-    for slot in (0, 31, 32, 63):
+    for slot in (0, 15, 16, 31, 32, 63):
         remember(native_path, cache, handle, 1, torch.tensor([slot]), torch.ones(1, 2, 24), torch.ones(1, 2, 24))
         others = [i for i in range(64) if i != slot]
         for old, new in zip(before, cache.read(1, handle, 64), strict=True):

@@ -11,18 +11,23 @@ import torch
 from compile_kernels import Absent, report
 from triton.runtime import driver, jit
 
-from runtime.contract import FLOATS, CacheKind
+from runtime.contract import FLOATS, CacheBasis, CacheKind
 from runtime.kernels.triton import argmax, convolution, delta, elementwise, state_space
 from runtime.kernels.triton.attention_decode import Heads, Places, attend
 from runtime.kernels.triton.attention_prefill import attend_many
+from runtime.kernels.triton.basis import turn_back
 from runtime.kernels.triton.kv_store import move
 from runtime.kernels.triton.rotary import rotate_and_store
 from runtime.kernels.triton.row_states import Walk
-from runtime.kv_store import allocate
+from runtime.kv_store import SIGNED, allocate
 
 # Kind, dimensions of keys and of values, heads, window, cap, sinks: one of each way through the kernels.
 Case = tuple[CacheKind, int, int, int, int | None, float, bool]
-FEW: list[Case] = [("int8", 128, 128, 4, None, 0.0, False), ("int4", 64, 64, 8, 100, 50.0, True)]
+FEW: list[Case] = [
+    ("int8", 128, 128, 4, None, 0.0, False),
+    ("int4", 64, 64, 8, 100, 50.0, True),
+    ("int3", 64, 64, 4, None, 0.0, False),
+]
 MORE: list[Case] = [
     *((kind, dim, dim, 4, None, 0.0, False) for kind in get_args(CacheKind) for dim in (64, 80, 128, 256)),
     ("float32", 128, 128, 20, None, 0.0, False),
@@ -59,6 +64,10 @@ def attention(
     if sinks:
         # A layer that reads another's keys.
         rotate_and_store(flat, keys[:, :0], keys[:, :0], *where, norm, None, 1e-6)
+    if kind in SIGNED:
+        basis = CacheBasis(*(torch.zeros(2, 3, d, d) for d in (dim, value_dim)))
+        rotate_and_store(flat, keys, values, *where[:-1], None, norm, norm, 1e-6, basis)
+        turn_back(q, basis.keys)
     move(store, kind, ints, ints)
 
 

@@ -17,7 +17,7 @@ from runtime.kernels.triton.attention_prefill import attend_many
 from runtime.kv_store import KEY_BLOCK, Store, allocate
 from tests.slices import often
 
-KINDS: tuple[CacheKind, ...] = ("float32", "float16", "int8", "int4")
+KINDS: tuple[CacheKind, ...] = ("float32", "float16", "int8", "int4", "int3")
 LAYERS = 2
 
 
@@ -57,7 +57,7 @@ def make(
     blocks = [-(-length // KEY_BLOCK) for length in lengths]
     total = sum(blocks) + 3 if pages is None else pages
     order = torch.randperm(total, generator=g)[: sum(blocks)]
-    spread = torch.logspace(-1, 1, dim).repeat(LAYERS, kv, 1) if kind in ("int8", "int4") else None
+    spread = torch.logspace(-1, 1, dim).repeat(LAYERS, kv, 1) if kind in ("int8", "int4", "int3") else None
     quantizer = CacheFormat(LAYERS, kv, dim, torch.device("cpu"), kind, spread, of_value)
     store = allocate(kind, LAYERS, total, kv, dim, torch.device("cpu"), of_value)
     table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)

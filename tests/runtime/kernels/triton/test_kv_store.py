@@ -6,14 +6,16 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from runtime.cache.basis import BACK, turned
 from runtime.cache.quantizer import CacheFormat
-from runtime.contract import CacheKind
+from runtime.contract import CacheBasis, CacheKind
 from runtime.kernels import reference
+from runtime.kernels.triton.basis import turn_back
 from runtime.kernels.triton.kv_store import move
 from runtime.kernels.triton.rotary import rotate_and_store
 from runtime.kv_store import Store, allocate
 
-KINDS: tuple[CacheKind, ...] = ("float32", "float16", "int8", "int4")
+KINDS: tuple[CacheKind, ...] = ("float32", "float16", "int8", "int4", "int3")
 LAYERS, BLOCKS, HEADS = 2, 3, 2
 
 
@@ -106,6 +108,30 @@ def test_moves(device: torch.device, kind: CacheKind, source: list[int], target:
     )
     move(ours, kind, a, b)
     assert same(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int3"])
+@pytest.mark.parametrize(("dim", "value_dim"), [(24, 24), (7, 20)])
+def test_rows_in_a_basis(device: torch.device, kind: CacheKind, dim: int, value_dim: int) -> None:
+    """Codes that make up for each other, NaN and zeros among the rows; and what comes back."""
+    bases = [normal(LAYERS, HEADS, 3, size, size, seed=size) * 0.2 for size in (dim, value_dim)]
+    basis, slots = CacheBasis(*bases), torch.tensor([0, 32, 63, 31, 70])
+    theirs = allocate(kind, LAYERS, BLOCKS, HEADS, dim, torch.device("cpu"), value_dim)
+    ours = on(device, theirs)
+    keys, values = normal(5, HEADS, dim, seed=1), normal(5, HEADS, value_dim, seed=2)
+    keys[0], values[1, 1], values[2, 0, 3] = 0.0, 0.0, torch.nan
+    cache = CacheFormat(LAYERS, HEADS, dim, torch.device("cpu"), kind, None, value_dim, basis=basis)
+    cache.write(theirs, 1, slots, keys, values)
+    own = CacheBasis(*(part[1].to(device) for part in bases))
+    still, first = torch.zeros(1, 0, device=device), torch.zeros(5, dtype=torch.int32, device=device)
+    k, v, where = keys.to(device).flatten(1), values.to(device).flatten(1), slots.to(device, torch.int32)
+    rotate_and_store(k[:, :dim], k, v, still, still, first, where, ours, 1, kind, dim, basis=own)
+    assert all(
+        torch.equal(a.cpu().nan_to_num(), b.nan_to_num()) for a, b in zip(parts(ours), parts(theirs), strict=True)
+    )
+    assert theirs.value_scale[1].isnan().any() and theirs.keys[1].any()
+    x = normal(3, 2 * HEADS, dim, seed=3)
+    assert torch.equal(turn_back(x.to(device), own.keys).cpu(), turned(x, bases[0][1, :, BACK]))
 
 
 def test_too_many_moves_are_refused(device: torch.device) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from runtime import load
 from runtime.cache.contiguous import ContiguousCache
 from runtime.cache.quantizer import CacheFormat
-from runtime.contract import Cache, Decoder, Rows, integers
+from runtime.contract import Cache, CacheBasis, CacheScheme, Decoder, Rows, integers
 from runtime.kv_store import CacheKind
 from runtime.model.triton.cache import GpuCache
 from runtime.model.triton.decoder import TritonDecoder
@@ -145,3 +145,20 @@ def set_of(made: TritonDecoder) -> list[Tensor]:
     from runtime.model.layers import _tensors
 
     return list({tensor.data_ptr(): tensor for tensor in _tensors(made.parts)}.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int4", "int3"])
+def test_caches_in_a_basis(small: Tiny, text: Text, device: str, kind: CacheKind) -> None:
+    """The reference's logits, the same bits at every width; and other ones than without the basis."""
+    made, tokens = decoder(small("llama"), device), text(9)
+    reference, a = load(small("llama"), kernels="reference").decoder, made.architecture
+    without = whole(made, tokens, kind)
+    g = torch.Generator().manual_seed(1)
+    bases = [torch.randn(a.layers, a.kv_heads, 3, a.head_dim, a.head_dim, generator=g) * a.head_dim**-0.5 for _ in "kv"]
+    reference.kv = CacheScheme(kind, bases=(CacheBasis(*bases),))
+    made.kv = CacheScheme(kind, bases=(CacheBasis(*(part.to(made.device) for part in bases)),))
+    got = whole(made, tokens, kind)
+    # A code may fall to the other side of its border.
+    assert relative(got, whole(reference, tokens, kind)) < 0.02
+    assert torch.equal(in_pieces(made, tokens, (7, 1, len(tokens) - 8), kind), got) and not torch.equal(got, without)
