@@ -103,7 +103,7 @@ class JobOptions:
         str | None,
         typer.Option(
             help="none, model, tree, lookup, suffix, nested, medusa, block, eagle3, peagle, dflash, dspark, mtp, two of"
-            " them with a plus, grammar (with --schema) or oracle (oracle+nested, oracle+block: at those drafters' cost).",
+            " them with a plus, grammar (with --schema) or oracle (oracle+nested, oracle+block: at their cost).",
             show_default="block where the run has one, model where there is a draft, else lookup",
         ),
     ] = None

@@ -73,8 +73,20 @@ class LlamaDecoder(BaseDecoder):
         streams: list[Tensor] | None = None,
     ) -> Tensor:
         """The residual stream (T, hidden) behind the last block; `streams` gets it before and behind each one."""
-        a, turns, x = self.architecture, self.turns(positions), self.embed(tokens, positions)
-        own = self.layer_inputs(tokens, x)
+        x = self.embed(tokens, positions)
+        return self.behind_blocks(x, self.layer_inputs(tokens, x), positions, layout, cache, streams)
+
+    def behind_blocks(
+        self,
+        x: Tensor,
+        own: Tensor | None,
+        positions: Tensor,
+        layout: Layout,
+        cache: KeyValueCache,
+        streams: list[Tensor] | None = None,
+    ) -> Tensor:
+        """The same of what comes into the first block (T, hidden), and each block's own input, as `layer_inputs`."""
+        a, turns = self.architecture, self.turns(positions)
         if streams is not None:
             streams.append(x)
         for number, (places, block) in enumerate(zip(a.places, self.parts.blocks, strict=True)):
