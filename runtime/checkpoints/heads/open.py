@@ -73,9 +73,10 @@ def _tensors(shards: Shards, layout: Layout, about: HeadDescription, beside: boo
     for name, shape in (optional | needed).items():
         found: Any = shards.entry(places[name]).shape if name in places else None
         if found != shape and (found is not None or name in needed):
+            said = f"the tensor {places.get(name, stored(name, layout))} of shape {shape}"
             raise UserError(
-                f"{where}: config.json implies the tensor {places.get(name, stored(name, layout))} of shape {shape}, found "
-                f"{'none' if found is None else found}; the files do not belong together"
+                f"{where}: config.json implies {said}, found {'none' if found is None else found}; "
+                "the files do not belong together"
             )
     return {name: shards[places[name]] for name in (optional | needed) if name in places}
 

@@ -149,3 +149,28 @@ def test_eagle3_of_specforge(target: Model, tmp_path: Path, normed: bool) -> Non
             hidden, ids = torch.cat((hidden, out[:, -1:]), dim=1), [*ids, draft[step]]
     require_equal(torch.cat(found), logits, draft)
     assert draft == [5 * int(row.argmax()) for row in found] and VOCAB == 320 and HIDDEN == 64
+
+
+def test_peagle_of_specforge(target: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = pytest.importorskip("specforge.modeling.draft.peagle")
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, block_mask: Tensor, **_: Any) -> Tensor:
+        # Theirs is compiled for a GPU; this one takes a dense mask.
+        found = torch.nn.functional.scaled_dot_product_attention(query, key, value, block_mask, enable_gqa=True)
+        return found
+
+    monkeypatch.setattr(module, "compile_friendly_flex_attention", attention)
+    config = block("llama", 2, draft_vocab_size=64, pretraining_tp=1)
+    config.mask_token_id, config.rope_theta, config.rope_scaling = 7, 10000.0, None
+    config.eagle_config = {"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}
+    model = saved(module.PEagleDraftModel(config), tmp_path / "head", 6)
+    tokens, taken = text_and_states(3)
+    draft, logits = drafted(target, tmp_path / "head", "peagle", tokens, taken, 4)
+    ids = torch.tensor([[*tokens[1:], 7, 7, 7]])
+    states = torch.cat((taken[None], model.mask_hidden.expand(1, 3, -1)), dim=1)
+    mask = torch.ones(ids.shape[1], ids.shape[1]).tril().bool()
+    with torch.no_grad():
+        hidden = model.project_hidden_states(states)
+        at = torch.arange(ids.shape[1])[None]
+        found = model.compute_logits(model.backbone(model.embed_tokens(ids), hidden, None, mask, at))[0, -4:]
+    require_equal(found, logits, draft)
