@@ -16,7 +16,7 @@ from runtime.formats.schemes import SCHEMES
 
 VERSION = 1
 DESCRIPTION, WEIGHTS = "block.json", "block.safetensors"
-# Float32 from the start: what is not multiplied by a layer.
+# The matrices of a layer.
 _LAYER = ("query", "key", "value", "output", "gate", "up", "down")
 
 
@@ -84,8 +84,8 @@ class Description:
             "add": (hidden, rank),
             "sure": (hidden + rank + 2,),
         }
-        matrices = ((heads, hidden), (keys, hidden), (keys, hidden), (hidden, heads))
-        matrices = (*matrices, (wide, hidden), (wide, hidden), (hidden, wide))
+        outer = ((heads, hidden), (keys, hidden), (keys, hidden), (hidden, heads))
+        matrices = (*outer, (wide, hidden), (wide, hidden), (hidden, wide))
         for layer in range(self.layers):
             for name in ("attention_norm", "mlp_norm"):
                 found[f"layers.{layer}.{name}"] = (hidden,)

@@ -245,7 +245,8 @@ def made(
     sure = floats["sure"].cpu().numpy()
     memory = Memory(
         _product(normed, floats["of_token"]),
-        *(floats[name].cpu().numpy() for name in ("of_memory", "gates")),
+        floats["of_memory"].cpu().numpy(),
+        floats["gates"].cpu().numpy(),
         _product(head.float(), floats["add"].t()),
         (sure[:hidden], sure[hidden : hidden + rank], float(sure[-2]), float(sure[-1])),
     )
