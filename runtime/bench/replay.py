@@ -102,6 +102,7 @@ def random_network(model: Model, layers: int = 1, scheme: str = "int4", seed: in
         hidden_size=a.hidden,
         vocab_size=a.vocab,
         scheme=scheme,
+        head=scheme,
         target="",
         norm_eps=a.norm_eps,
     )
