@@ -51,7 +51,7 @@ class LlamaDecoder(BaseDecoder):
         self._recall_states(rows, held)
         layout = plan(rows, held)
         extend_states(layout.requests, tokens, held, logits_at)
-        streams = [] if self.taps else None
+        streams: list[Tensor] | None = [] if self.taps else None
         x = self._through_blocks(tokens, rows.position, layout, held, streams)
         if logits_at is not None:
             x = x[logits_at.to(self.device)]
