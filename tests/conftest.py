@@ -193,7 +193,14 @@ def write_block(model: Path, folder: Path, scheme: str = "", seed: int = 0, **ab
 
     config = json.loads((model / "config.json").read_text())
     known: dict[str, Any] = {"taps": (1, 2), "length": 6, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
-    known |= {"intermediate_size": 96, "window": 20, "rank": 8, "scheme": scheme, "target": weights_digest(model)}
+    known |= {
+        "intermediate_size": 96,
+        "window": 20,
+        "rank": 8,
+        "scheme": scheme,
+        "head": scheme,
+        "target": weights_digest(model),
+    }
     sizes = {"hidden_size": config["hidden_size"], "vocab_size": config["vocab_size"]}
     description = Description(**known | sizes | about)
     generator = torch.Generator().manual_seed(seed)

@@ -78,6 +78,7 @@ def description(stage: BlockDraft, target: Model, decoder: BaseDecoder) -> Descr
         a.hidden,
         a.vocab,
         stage.scheme,
+        stage.head,
         weights_digest(target.path),
         a.norm_eps,
     )

@@ -72,5 +72,5 @@ def learn(drafted: Drafted, places: Tensor, teacher: Teacher, decay: float, dist
     weights = weights / weights.sum()
     parts = [(each * weights).sum() for each in (cross, divergence, sure)]
     value = (1 - distill) * parts[0] + distill * parts[1] + parts[2]
-    told = [float(part.detach()) for part in parts]
-    return Learned(value, *told, right & there, there)
+    cross_entropy, distillation, confidence = (float(part.detach()) for part in parts)
+    return Learned(value, cross_entropy, distillation, confidence, right & there, there)

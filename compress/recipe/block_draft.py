@@ -23,6 +23,8 @@ class BlockDraft(TrainingStage):
     window         tokens of text that it sees.
     rank           numbers that are remembered along the drafted tokens.
     scheme         how its matrices are held when it runs.
+    head           how a copy of the model's output projection is held, which a draft reads whole; "": there is no copy,
+                   and it reads the model's own.
     anchors        drafts that each window is learned from at a time, at random places.
     continuations  what follows a prompt in the text to train on: what the compressed model writes by itself, the most
                    probable token each time (greedy) or drawn (sampled); none: the text as it stands.
@@ -52,6 +54,7 @@ class BlockDraft(TrainingStage):
     window: Size = 128
     rank: Size = 256
     scheme: SchemeName | Literal[""] = "int8-dynamic"
+    head: SchemeName | Literal[""] = "int8-dynamic"
     anchors: Annotated[StrictInt, Field(ge=1, le=4096)] = 32
     continuations: Literal["greedy", "sampled", "none"] = "greedy"
     prompt: OpenShare = 0.25
@@ -63,8 +66,8 @@ class BlockDraft(TrainingStage):
 
     @model_validator(mode="after")
     def _fit(self) -> "BlockDraft":
-        if self.scheme == "int8-static":
-            raise ValueError("scheme: expected one whose inputs need no calibration, found int8-static")
+        if "int8-static" in (self.scheme, self.head):
+            raise ValueError("scheme, head: expected those whose inputs need no calibration, found int8-static")
         if self.taps is not None and (not self.taps or len(set(self.taps)) < len(self.taps)):
             raise ValueError(f"taps: expected different numbers of layers, found {list(self.taps)}")
         return self

@@ -23,7 +23,16 @@ Work = Annotated[Path | None, typer.Option(help="Keep the models here between ru
 # Those of shapes.py, which takes torch to import.
 SHAPE_NAMES = (
     *("tinyllama-1.1b", "tinyllama-tenth", "llama-3.2-1b", "llama-2-7b", "llama-3.1-8b", "llama-3.1-8b-tenth"),
-    *("llama-3.1-70b", "qwen2.5-0.5b", "gemma-3-4b", "qwen3.5-4b", "gpt-oss-20b", "glm-4-9b", "granite-3.3-2b"),
+    *(
+        "llama-3.1-70b",
+        "qwen2.5-0.5b",
+        "qwen3-4b",
+        "gemma-3-4b",
+        "qwen3.5-4b",
+        "gpt-oss-20b",
+        "glm-4-9b",
+        "granite-3.3-2b",
+    ),
     *("olmo-3-7b", "smollm3-3b", "ministral-3-8b", "lfm2-1.2b", "deepseek-v2-lite", "olmoe-1b-7b", "pair"),
 )
 # Of `gpu`.
@@ -103,7 +112,7 @@ class JobOptions:
         str | None,
         typer.Option(
             help="none, model, tree, lookup, suffix, nested, medusa, block, eagle3, peagle, dflash, dspark, mtp, two of"
-            " them with a plus, grammar (with --schema) or oracle (oracle+nested, oracle+block: at those drafters' cost).",
+            " them with a plus, grammar (with --schema) or oracle (oracle+nested, oracle+block: at their cost).",
             show_default="block where the run has one, model where there is a draft, else lookup",
         ),
     ] = None

@@ -90,8 +90,21 @@ def random_network(model: Model, layers: int = 1, scheme: str = "int4", seed: in
         raise UserError(f"oracle+block needs Specpress' own kernels, and {decoder.kernels} run this target")
     a, depth = decoder.architecture, decoder.layers
     about = Description(
-        *(tuple(sorted({depth // 2, depth - 1, depth})), LENGTH, layers, a.heads, a.kv_heads, a.head_dim),
-        *(a.intermediate, 128, 256, a.hidden, a.vocab, scheme, "", a.norm_eps),
+        taps=tuple(sorted({depth // 2, depth - 1, depth})),
+        length=LENGTH,
+        layers=layers,
+        heads=a.heads,
+        kv_heads=a.kv_heads,
+        head_dim=a.head_dim,
+        intermediate_size=a.intermediate,
+        window=128,
+        rank=256,
+        hidden_size=a.hidden,
+        vocab_size=a.vocab,
+        scheme=scheme,
+        head=scheme,
+        target="",
+        norm_eps=a.norm_eps,
     )
     generator = torch.Generator().manual_seed(seed)
     weights = {

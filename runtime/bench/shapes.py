@@ -164,6 +164,13 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b-tenth": _config(_LLAMA31, (128_256, 2048, 8192, 4, 32, 8, 131_072), _LLAMA3_ENDS, head_dim=64),
     "llama-3.1-70b": _config(_LLAMA31, (128_256, 8192, 28_672, 80, 64, 8, 131_072), _LLAMA3_ENDS),
     "qwen2.5-0.5b": _config(_QWEN2, (151_936, 896, 4864, 24, 14, 2, 32_768), (151_643, 151_643), tied=True),
+    "qwen3-4b": _config(
+        _QWEN2 | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
+        (151_936, 2560, 9728, 36, 32, 8, 40_960),
+        (151_643, 151_645),
+        head_dim=128,
+        tied=True,
+    ),
     "gemma-3-4b": _config(
         _family("gemma3_text", 1e-6, hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256),
         (262_208, 2560, 10_240, 34, 8, 4, 131_072),

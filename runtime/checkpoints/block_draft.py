@@ -16,7 +16,7 @@ from runtime.formats.schemes import SCHEMES
 
 VERSION = 1
 DESCRIPTION, WEIGHTS = "block.json", "block.safetensors"
-# Float32 from the start: what is not multiplied by a layer.
+# The matrices of a layer.
 _LAYER = ("query", "key", "value", "output", "gate", "up", "down")
 
 
@@ -31,6 +31,7 @@ class Description:
     rank         numbers that are remembered along the drafted tokens.
     hidden_size, vocab_size   of the target.
     scheme       how its matrices are held when it runs, as recipes name it; "" as they are stored.
+    head         how a copy of the target's output projection is held; "": the target's own is used, and no copy made.
     target       SHA-256 of the weights that it was trained on (drafter_files.weights_digest).
 
     Raises ValueError for sizes below 1, heads that do not share keys evenly, and an unknown scheme.
@@ -48,6 +49,7 @@ class Description:
     hidden_size: int
     vocab_size: int
     scheme: str
+    head: str
     target: str
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
@@ -61,8 +63,9 @@ class Description:
                 f"heads must share keys evenly, and their dimensions be even, found {self.heads} heads, "
                 f"{self.kv_heads} of keys, {self.head_dim} dimensions"
             )
-        if self.scheme and self.scheme not in SCHEMES:
-            raise ValueError(f"scheme {self.scheme!r} is unknown: expected one of {', '.join(SCHEMES)}")
+        for scheme in (self.scheme, self.head):
+            if scheme and scheme not in SCHEMES:
+                raise ValueError(f"scheme {scheme!r} is unknown: expected one of {', '.join(SCHEMES)}")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of the weights' file, and its shape."""
@@ -84,8 +87,8 @@ class Description:
             "add": (hidden, rank),
             "sure": (hidden + rank + 2,),
         }
-        matrices = ((heads, hidden), (keys, hidden), (keys, hidden), (hidden, heads))
-        matrices = (*matrices, (wide, hidden), (wide, hidden), (hidden, wide))
+        outer = ((heads, hidden), (keys, hidden), (keys, hidden), (hidden, heads))
+        matrices = (*outer, (wide, hidden), (wide, hidden), (hidden, wide))
         for layer in range(self.layers):
             for name in ("attention_norm", "mlp_norm"):
                 found[f"layers.{layer}.{name}"] = (hidden,)

@@ -51,7 +51,7 @@ def build(
         # A tied model's table lies in the head's blocks. Another is copied now, so that its file's pages can go.
         embedding = None if a.tied else table.clone()
     rotary = RotaryTables(config, a, device)
-    blocks = tuple(_block(reader, a, number, rotary) for number in range(a.layers))
+    blocks = tuple(build_block(reader, a, number, rotary) for number in range(a.layers))
     norm = reader.norm(names.norm)
     assert norm is not None
     head = linear(table if a.tied else reader.weight(names.head, shape), reader.bias(names.head, a.vocab), kernel)
@@ -73,7 +73,8 @@ def _positions(reader: TensorReader, a: Architecture) -> Tensor | None:
     return whole[a.first_position :].float().contiguous()
 
 
-def _block(reader: TensorReader, a: Architecture, number: int, rotary: RotaryTables) -> Block:
+def build_block(reader: TensorReader, a: Architecture, number: int, rotary: RotaryTables) -> Block:
+    """The weights of one block. Raises UserError naming a tensor that is missing or misshapen."""
     prefix, names = a.names.block.format(number), a.names
 
     def norm(name: str | None) -> Norm | None:

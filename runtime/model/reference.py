@@ -52,7 +52,7 @@ class LlamaDecoder(BaseDecoder):
         self._recall_states(rows, held)
         layout = plan(rows, held)
         extend_states(layout.requests, tokens, held, logits_at)
-        streams = [] if self.taps else None
+        streams: list[Tensor] | None = [] if self.taps else None
         x = self._through_blocks(tokens, rows.position, layout, held, streams)
         if logits_at is not None:
             x = x[logits_at.to(self.device)]
@@ -74,8 +74,20 @@ class LlamaDecoder(BaseDecoder):
         streams: list[Tensor] | None = None,
     ) -> Tensor:
         """The residual stream (T, hidden) behind the last block; `streams` gets it before and behind each one."""
-        a, turns, x = self.architecture, self.turns(positions), self.embed(tokens, positions)
-        own = self.layer_inputs(tokens, x)
+        x = self.embed(tokens, positions)
+        return self.behind_blocks(x, self.layer_inputs(tokens, x), positions, layout, cache, streams)
+
+    def behind_blocks(
+        self,
+        x: Tensor,
+        own: Tensor | None,
+        positions: Tensor,
+        layout: Layout,
+        cache: KeyValueCache,
+        streams: list[Tensor] | None = None,
+    ) -> Tensor:
+        """The same of what comes into the first block (T, hidden), and each block's own input, as `layer_inputs`."""
+        a, turns = self.architecture, self.turns(positions)
         if streams is not None:
             streams.append(x)
         for number, (places, block) in enumerate(zip(a.places, self.parts.blocks, strict=True)):

@@ -12,9 +12,11 @@ from compress import compress
 from compress.model.plan import make_plan
 from compress.model.structure import read_structure
 from compress.recipe import Recipe
-from runtime import load
+from runtime import Speculator, load
 from runtime.checkpoints.open import open_checkpoint
+from runtime.speculative.drafters.by_name import drafter_by_name
 from tests.compress.tiny_architectures import make
+from tests.runtime.speculative.heads.test_own_layer import model_of_three, write
 
 WHY = "a draft head of the checkpoint, which transformers does not build: carried as it is"
 
@@ -66,3 +68,16 @@ def test_a_block_behind_the_last_one_is_no_block_and_its_experts_stay(tmp_path: 
     assert {name for name, why in plan.left if why == WHY} == heads and not heads & set(plan.layers)
     assert any(".mlp.experts.3." in name for name in heads) and any(".mlp.experts.3." in name for name in plan.layers)
     assert [part for part, _ in plan.parts if part.startswith("block")] == [f"block {i}" for i in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "recipe"), [("qwen2", "int4-gptq"), ("deepseek_v3", "int8-dynamic")])
+def test_a_carried_layer_drafts_for_the_compressed_model(kind: str, recipe: str, tmp_path: Path) -> None:
+    write(model_of_three(kind), kind, tmp_path / "source")
+    options: dict[str, Any] = {"speed": False, "eval_tokens": 64, "seq_len": 32, "samples": 4, "threads": 1}
+    target = load(compress(tmp_path / "source", recipe, tmp_path / "run", **options).path, threads=1)
+    named = drafter_by_name(target, "mtp")
+    assert named.note == " (the target's own layer)"
+    expected = Speculator(target).generate([[5, 6, 7]], 16, stop=())[0]
+    found = Speculator(target, named.drafter, 3).generate([[5, 6, 7]], 16, stop=())[0]
+    assert found.tokens == expected.tokens and found.metrics.drafted > 10

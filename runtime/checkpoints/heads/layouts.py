@@ -20,13 +20,10 @@ _SLIDING = "sliding_attention"
 _TYPES: dict[str, tuple[bool, bool, bool, tuple[str, ...]]] = {
     "llama": (False, False, False, ()),
     "qwen2": (False, False, False, ("q", "k", "v")),
-    "mimo": (False, False, False, ("q", "k", "v")),
     "qwen3": (True, False, False, ()),
     "qwen3_next": (True, True, True, ()),
     "qwen3_5_text": (True, True, True, ()),
 }
-# Types that transformers does not know by this name, and one whose configuration has all the same keys.
-_READ_AS = {"mimo": "qwen2"}
 
 
 @dataclass(frozen=True)
@@ -35,13 +32,11 @@ class Layout:
 
     describe  the record of a config.json; it raises UserError naming the key, beginning with the given words.
     renames   beginnings of the file's names, and what stands for them in the record's; the first that fits counts.
-    hidden_first  mtp: the hidden state is joined before the embedding, not behind it.
     """
 
     name: str
     describe: Callable[[Values, str], HeadDescription]
     renames: tuple[tuple[str, str], ...] = ()
-    hidden_first: bool = False
 
 
 def read_layers(values: Values, shown: str, count: int | None = None) -> HeadLayers:
@@ -57,7 +52,7 @@ def read_layers(values: Values, shown: str, count: int | None = None) -> HeadLay
         raise UserError(f"{shown}: draft heads are of model_type {known}, found {kind!r}; use another drafter")
     with fault_of(shown, "the head's layers cannot be read"):
         own = {key: value for key, value in values.items() if key != "quantization_config"}
-        config = CONFIG_MAPPING[_READ_AS.get(kind, kind)](**own | {"model_type": _READ_AS.get(kind, kind)})
+        config = CONFIG_MAPPING[kind](**own | {"model_type": kind})
         blocks = int(config.num_hidden_layers if count is None else count)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         normed, gated, unit, biased = _TYPES[kind]

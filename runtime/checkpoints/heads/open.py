@@ -17,10 +17,15 @@ from runtime.files import read_json
 
 @dataclass(frozen=True)
 class PublishedHead:
-    """A head on disk: `tensors` as stored, but for joins whose halves stand the other way round."""
+    """A head on disk: `tensors` as stored.
+
+    own_block  how the names of its block's tensors begin, where it is one of a whole model's checkpoint; "": the
+               block is among `tensors`.
+    """
 
     about: HeadDescription
     tensors: Mapping[str, Tensor]
+    own_block: str = ""
 
 
 def kind_of(folder: Path) -> str | None:
@@ -40,25 +45,26 @@ def open_head(folder: Path, kind: str) -> PublishedHead:
     """
     shown = f"{folder.name}/config.json"
     values = read_json(inside(folder, "config.json", "config.json"))
-    layout, beside = layout_of(values), ""
+    layout, own_block = layout_of(values), ""
     if layout is None and kind == "mtp":
-        layout, beside = mtp_layout(values, shown)
+        layout, own_block = mtp_layout(values, shown)
     if layout is None:
         raise UserError(
             f"{shown}: no draft head that is known, by its architectures {values.get('architectures')!r}; "
             "docs/speculation.md lists the layouts that are read"
         )
-    if values.get("quantization_config"):
+    if values.get("quantization_config") and not own_block:
         raise UserError(f"{shown}: the head is quantised, and heads are read as floats only; fetch the original")
     about = layout.describe(values, shown)
     if about.kind != kind:
         raise UserError(f"{shown}: a head for the drafter {about.kind}, not for {kind}; give --drafter {about.kind}")
-    return PublishedHead(about, _tensors(Shards(folder), layout, about, beside))
+    return PublishedHead(about, _tensors(Shards(folder), layout, about, bool(own_block)), own_block)
 
 
-def _tensors(shards: Shards, layout: Layout, about: HeadDescription, beside: str) -> dict[str, Tensor]:
-    """All that the record wants, checked; beside: of a whole model, how the names of the head's part begin."""
-    places = {renamed(name, layout): name for name in shards if name.startswith(beside) or not beside}
+def _tensors(shards: Shards, layout: Layout, about: HeadDescription, beside: bool) -> dict[str, Tensor]:
+    """All that the record wants, checked; beside: in the checkpoint of a whole model, which has other tensors, too."""
+    known = tuple(old for old, _ in layout.renames)
+    places = {renamed(name, layout): name for name in shards if not beside or name.startswith(known)}
     where, needed, optional = shards.directory.name, about.shapes(), about.optional()
     for name in sorted(places):
         if name not in needed and name not in optional and not name.startswith(LEFT_OUT):
@@ -67,14 +73,12 @@ def _tensors(shards: Shards, layout: Layout, about: HeadDescription, beside: str
     for name, shape in (optional | needed).items():
         found: Any = shards.entry(places[name]).shape if name in places else None
         if found != shape and (found is not None or name in needed):
+            said = f"the tensor {places.get(name, stored(name, layout))} of shape {shape}"
             raise UserError(
-                f"{where}: config.json implies the tensor {places.get(name, name)} of shape {shape}, found "
-                f"{'none' if found is None else found}; the files do not belong together"
+                f"{where}: config.json implies {said}, found {'none' if found is None else found}; "
+                "the files do not belong together"
             )
-    tensors = {name: shards[places[name]] for name in (optional | needed) if name in places}
-    if layout.hidden_first:
-        tensors["join.weight"] = tensors["join.weight"].roll(about.layers.hidden, dims=1)
-    return tensors
+    return {name: shards[places[name]] for name in (optional | needed) if name in places}
 
 
 def renamed(name: str, layout: Layout) -> str:
@@ -82,4 +86,12 @@ def renamed(name: str, layout: Layout) -> str:
     for old, new in layout.renames:
         if name.startswith(old):
             return f"{new}{name.removeprefix(old)}"
+    return name
+
+
+def stored(name: str, layout: Layout) -> str:
+    """What a file of this layout calls a tensor of the record."""
+    for old, new in layout.renames:
+        if new and name.startswith(new):
+            return f"{old}{name.removeprefix(new)}"
     return name

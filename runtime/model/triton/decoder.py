@@ -279,9 +279,11 @@ class TritonDecoder(BaseDecoder):
         # A graph's memory is good until the next run.
         taken = found.taken[:count].clone() if self.taps else found.taken
         if at is None:
-            return Computed(*(part[:count].clone() for part in found[:3]), taken)
+            logits, hidden, largest = (part[:count].clone() for part in found[:3])
+            return Computed(logits, hidden, largest, taken)
         rows = at.to(self.device, non_blocking=True)
-        return Computed(*(part[rows] for part in found[:3]), taken)
+        logits, hidden, largest = (part[rows] for part in found[:3])
+        return Computed(logits, hidden, largest, taken)
 
     def _hidden(
         self,

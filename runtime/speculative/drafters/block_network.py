@@ -3,7 +3,7 @@
     fused      of each token of the text: the target's states at some depths, each normed, through one matrix
     rows       of each drafted place: its own vector, what the text's last token is, and the last fused state
     layers     attention over the fused states of the text and over all rows (DFlash, 2602.06036), then a gated MLP
-    base       a row's logits, by the target's own head
+    base       a row's logits, by the target's own head, or a copy of it in fewer bits
     memory     goes along the drafted tokens: two gates of the token before, the row and the memory; what it adds to a
                place's logits is of low rank (the Markov head of DSpark, 2607.05147, which has no memory)
     sure       a place's probability that its most probable token is the target's
@@ -245,7 +245,8 @@ def made(
     sure = floats["sure"].cpu().numpy()
     memory = Memory(
         _product(normed, floats["of_token"]),
-        *(floats[name].cpu().numpy() for name in ("of_memory", "gates")),
+        floats["of_memory"].cpu().numpy(),
+        floats["gates"].cpu().numpy(),
         _product(head.float(), floats["add"].t()),
         (sure[:hidden], sure[hidden : hidden + rank], float(sure[-2]), float(sure[-1])),
     )
@@ -260,7 +261,7 @@ def made(
         tuple(one(number) for number in range(about.layers)),
         floats["norm"],
         layer("of_row"),
-        decoder.parts.head,
+        _layer(head, about.head, kernel) if about.head else decoder.parts.head,
         memory,
         rates,
     )

@@ -16,12 +16,13 @@ from runtime.sampling.distribution import argmax_tokens, host
 from runtime.speculative.draft import Draft, EachText, Request, TakenStates
 from runtime.speculative.drafters.block import WORTH
 from runtime.speculative.drafters.model import Drafting, add_token, argmax_alone, stacked
-from runtime.speculative.heads.blocks import Memory, Span
+from runtime.speculative.heads.blocks import Span, TextMemory
 from runtime.speculative.heads.markov import acceptance, bias
 from runtime.speculative.heads.network import (
     Head,
     fuse,
     logits_and_next,
+    new_memory,
     remember_context,
     run_rows,
     run_together,
@@ -36,7 +37,7 @@ _PIECE = 512
 class _Text:
     """What is known of a text: keys and values, and fused hidden states (n, hidden) that are not in them yet."""
 
-    memory: Memory
+    memory: TextMemory
     waiting: list[Tensor] = field(default_factory=list)
 
     @property
@@ -53,7 +54,7 @@ class _Asked:
     """
 
     drafting: Drafting
-    memory: Memory
+    memory: TextMemory
     fused: Tensor
 
     @property
@@ -89,9 +90,16 @@ class PublishedDrafter(EachText[_Text]):
         for part, own in zip(taken, fused.split([len(part.states) for part in taken]), strict=True):
             text = self._texts.get(part.request.id)
             if text is None or text.known != part.start:
-                memory = Memory(self._head.about.layers, part.start, fused.device)
-                text = self._texts[part.request.id] = _Text(memory)
+                self.close(part.request)
+                capacity = part.request.prompt_length + part.request.max_new_tokens
+                text = self._texts[part.request.id] = _Text(new_memory(self._head, part.start, capacity))
             text.waiting.append(own)
+
+    def close(self, request: Request) -> None:
+        """Forgets the text."""
+        text = self._texts.pop(request.id, None)
+        if text is not None:
+            text.memory.close()
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,11 +24,34 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 _ROOM = 256
 
 
-class Memory:
-    """Keys and values of one text in a head's blocks: of consecutive positions, the first of them `start`.
+class TextMemory(Protocol):
+    """What a head remembers of one text: rows of consecutive positions, the first of them `start`.
 
     Rows behind `kept` belong to a draft, and are forgotten by `forget`.
     """
+
+    start: int
+    kept: int
+
+    @property
+    def end(self) -> int:
+        """The position behind the last one that stays."""
+
+    def rows(self) -> int:
+        """How many are held."""
+
+    def keep(self, count: int) -> None:
+        """So many rows behind those that stay do, too."""
+
+    def forget(self) -> None:
+        """Forgets the rows of a draft."""
+
+    def close(self) -> None:
+        """Forgets the text."""
+
+
+class Memory:
+    """Keys and values of one text in a head's blocks; see TextMemory."""
 
     def __init__(self, layers: HeadLayers, start: int, device: torch.device) -> None:
         self.start, self.kept = start, 0
@@ -57,6 +81,9 @@ class Memory:
         """How many a layer holds."""
         return self._ends[layer]
 
+    def close(self) -> None:
+        """Nothing: its tensors go with it."""
+
     def forget(self) -> None:
         """Forgets the rows of a draft."""
         self._ends = [self.kept] * len(self._ends)
@@ -66,7 +93,7 @@ class Memory:
 class Span:
     """Consecutive rows of one text in a pass: rows first … first + count − 1, behind what its memory holds."""
 
-    memory: Memory
+    memory: TextMemory
     first: int
     count: int
 
@@ -117,8 +144,9 @@ class Pass:
     together: bool = False
 
 
-def begin_pass(rotary: RotaryTable, spans: Sequence[Span], together: bool = False) -> Pass:
+def begin_pass(rotary: RotaryTable | None, spans: Sequence[Span], together: bool = False) -> Pass:
     """A pass of these rows, behind what is remembered now."""
+    assert rotary is not None
     return Pass(spans, rotary.at(positions(spans)), together)
 
 
@@ -142,8 +170,9 @@ def run_block(
     mixed = []
     for span in step.spans:
         rows = slice(span.first, span.first + span.count)
-        begun = span.memory.rows(number)
-        keys, values = span.memory.add(number, k[rows], v[rows])
+        memory = own_memory(span)
+        begun = memory.rows(number)
+        keys, values = memory.add(number, k[rows], v[rows])
         seen = _seen(begun, span.count, a.windows[number], step.together, causal, x.device)
         mixed.append(attend(q[rows], keys, values, seen, a.head_dim**-0.5))
     whole = torch.cat(mixed)
@@ -157,7 +186,13 @@ def remember(fused: Tensor, number: int, block: HeadBlock, a: HeadLayers, step: 
     k, v = _keys_values(fused, block, a, step.angles)
     for span in step.spans:
         rows = slice(span.first, span.first + span.count)
-        span.memory.add(number, k[rows], v[rows])
+        own_memory(span).add(number, k[rows], v[rows])
+
+
+def own_memory(span: Span) -> Memory:
+    """The memory of a span, of blocks that are the head's own."""
+    assert isinstance(span.memory, Memory)
+    return span.memory
 
 
 def _queries(read: Tensor, block: HeadBlock, a: HeadLayers) -> tuple[Tensor, Tensor | None]:

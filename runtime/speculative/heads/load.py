@@ -19,6 +19,7 @@ from runtime.model.tensor_reader import TensorReader
 from runtime.speculative.heads.blocks import HeadBlock
 from runtime.speculative.heads.markov import Confidence, Markov
 from runtime.speculative.heads.network import Head
+from runtime.speculative.heads.own_layer import OwnLayer, own_layer
 
 if TYPE_CHECKING:
     from runtime.model.load import Model
@@ -38,7 +39,8 @@ def load_head(folder: Path, kind: HeadKind, target: "Model") -> Head:
         )
     published = open_head(folder, kind)
     require_target(published.about, folder.name, target.path.name, decoder)
-    return _Maker(published, decoder).head(target.path)
+    layer = own_layer(folder, published.own_block, target) if published.own_block else None
+    return _Maker(published, decoder).head(target.path, layer)
 
 
 def require_target(about: HeadDescription, name: str, target: str, decoder: BaseDecoder) -> None:
@@ -72,7 +74,7 @@ class _Maker:
             name: tensor.to(decoder.device) for name, tensor in published.tensors.items()
         }
 
-    def head(self, target: Path) -> Head:
+    def head(self, target: Path, layer: OwnLayer | None) -> Head:
         """The whole head; target: where the embeddings are, should neither head nor decoder have them."""
         about, kernel = self._about, self._decoder.kernel
         table, scale = self._embeddings(target)
@@ -83,7 +85,7 @@ class _Maker:
         return Head(
             about,
             tuple(self._block(number, kernel) for number in range(about.layers.count)),
-            RotaryTable(about.layers.config, self._decoder.device, head_dim=about.layers.head_dim),
+            None if layer else RotaryTable(about.layers.config, self._decoder.device, head_dim=about.layers.head_dim),
             table,
             scale,
             self._projection(),
@@ -98,6 +100,7 @@ class _Maker:
             unknown=None if unknown is None else unknown.float().view(1, -1),
             markov=self._markov(),
             confidence=self._confidence(),
+            own_layer=layer,
         )
 
     def _linear(self, name: str) -> Linear:

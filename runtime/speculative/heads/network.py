@@ -9,8 +9,18 @@ from torch import Tensor
 from runtime.checkpoints.heads.record import HeadDescription
 from runtime.kernels.joined import Linear
 from runtime.model.rotary import RotaryTable
-from runtime.speculative.heads.blocks import HeadBlock, Span, begin_pass, normed, remember, run_block
+from runtime.speculative.heads.blocks import (
+    HeadBlock,
+    Memory,
+    Span,
+    TextMemory,
+    begin_pass,
+    normed,
+    remember,
+    run_block,
+)
 from runtime.speculative.heads.markov import Confidence, Markov
+from runtime.speculative.heads.own_layer import CachedMemory, OwnLayer
 
 
 @dataclass(frozen=True)
@@ -26,11 +36,12 @@ class Head:
     final_norm  the target's last norm and its epsilon (mtp).
     tokens      (draft vocabulary,) int64 of the target's; None: the same.
     unknown     (1, fused) what stands for hidden states that are not known (peagle).
+    own_layer   the model's own layer in place of blocks, whose positions it knows (mtp).
     """
 
     about: HeadDescription
     blocks: tuple[HeadBlock, ...]
-    rotary: RotaryTable
+    rotary: RotaryTable | None
     table: Tensor
     scale: float
     lm_head: Linear
@@ -45,6 +56,14 @@ class Head:
     unknown: Tensor | None = None
     markov: Markov | None = None
     confidence: Confidence | None = None
+    own_layer: OwnLayer | None = None
+
+
+def new_memory(head: Head, start: int, capacity: int) -> TextMemory:
+    """For a text of at most `capacity` tokens whose hidden states are known from position `start` on."""
+    if head.own_layer is not None:
+        return CachedMemory(head.own_layer.cache, capacity, start)
+    return Memory(head.about.layers, start, head.norm.device)
 
 
 def fuse(head: Head, taken: Tensor) -> Tensor:
@@ -74,6 +93,8 @@ def run_rows(head: Head, tokens: Sequence[int], hidden: Tensor, spans: Sequence[
     else:
         pair = (normed(part, norm, a.eps) for part, norm in zip((embedded, hidden), head.join_norms, strict=True))
         x = head.join(torch.cat(tuple(pair), dim=-1))
+    if head.own_layer is not None:
+        return head.own_layer.run(x, spans)
     step = begin_pass(head.rotary, spans)
     for number, block in enumerate(head.blocks):
         x = run_block(x, embedded, number, block, a, step)

@@ -39,7 +39,7 @@ from runtime.speculative.drafters.by_name import drafter_by_name
 Tiny = Callable[..., Path]
 UNTIED = {"tie_word_embeddings": False}
 SIZES: dict[str, Any] = {"layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate_size": 12, "window": 6}
-SIZES |= {"rank": 4, "hidden_size": 16, "vocab_size": 20, "scheme": "", "target": ""}
+SIZES |= {"rank": 4, "hidden_size": 16, "vocab_size": 20, "scheme": "", "head": "", "target": ""}
 
 
 def network(length: int = 3, seed: int = 0) -> BlockNetwork:

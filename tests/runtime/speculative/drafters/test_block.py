@@ -72,6 +72,7 @@ def test_a_description_is_read_as_it_was_written(folder: Path) -> None:
         ({"norm_eps": 0}, "norm_eps must be a number above 0"),
         ({"kv_heads": 3}, "share keys evenly"),
         ({"scheme": "int9"}, "scheme 'int9' is unknown"),
+        ({"head": "int9"}, "scheme 'int9' is unknown"),
         ({"taps": [1, 3]}, "does not fit"),
         ({"hidden_size": 32}, "does not fit"),
         ({"rank": 4}, "implies the tensor of_token of shape (8, 64), found (16, 64)"),
@@ -127,6 +128,10 @@ def test_matrices_in_few_bits_say_nearly_the_same(target: Model, tmp_path: Path,
     states = torch.randn(7, 128)
     found = known.fused(states), other.fused(states)
     assert 1e-4 < float((found[0] - found[1]).norm() / found[0].norm()) < 0.2
+    # So does the copy of the target's head; without a scheme there is none.
+    logits = known.head(found[0]), other.head(found[0])
+    assert 1e-4 < float((logits[0] - logits[1]).norm() / logits[0].norm()) < 0.2
+    assert isinstance(target.decoder, BaseDecoder) and known.head is target.decoder.parts.head is not other.head
 
 
 # Drafts.
@@ -252,7 +257,15 @@ def test_damaged_weights_are_said(target: Model, folder: Path) -> None:
 
 def test_descriptions_that_are_none() -> None:
     known: dict[str, Any] = {"taps": (1,), "length": 4, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8}
-    known |= {"intermediate_size": 8, "window": 4, "rank": 2, "hidden_size": 8, "vocab_size": 9, "scheme": ""}
+    known |= {
+        "intermediate_size": 8,
+        "window": 4,
+        "rank": 2,
+        "hidden_size": 8,
+        "vocab_size": 9,
+        "scheme": "",
+        "head": "",
+    }
     assert Description(**known, target="").layers == 1
     for change in ({"length": 0}, {"taps": ()}, {"head_dim": 7}):
         with pytest.raises(ValueError, match="found"):

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from runtime import Model, Speculator, load
+from runtime.errors import UserError
 from runtime.speculative.drafters.by_name import drafter_by_name, make
-from tests.runtime.speculative.heads.published import CONFIGS, HIDDEN, VOCAB, speculators, write_head
+from tests.runtime.speculative.heads.published import CONFIGS, HIDDEN, VOCAB, write_head
 
 Tiny = Callable[..., Path]
 
@@ -74,63 +75,23 @@ def test_a_head_that_knows_the_text_is_right(tmp_path: Path, tiny: Tiny, name: s
         assert one.metrics.accepted == one.metrics.drafted > 10
 
 
-# How a model's own file begins the names of its layer for multi-token prediction, the block's and the others.
-PLACES = {
-    "qwen2": (
-        "model.layers.2.",
-        "",
-        {
-            "input_proj": "eh_proj",
-            "hidden_layernorm": "hnorm",
-            "token_layernorm": "enorm",
-            "final_layernorm": "shared_head.norm",
-        },
-    ),
-    "mimo": ("model.mtp_layers.0.", "", {}),
-    "qwen3_5_text": (
-        "mtp.",
-        "layers.0.",
-        {
-            "input_proj": "fc",
-            "hidden_layernorm": "pre_fc_norm_hidden",
-            "token_layernorm": "pre_fc_norm_embedding",
-            "final_layernorm": "norm",
-        },
-    ),
-}
-# Of Qwen 3.5's own that a Qwen 2 has no key for.
-QWEN = {"model_type": "qwen3_5_text", "head_dim": 16, "layer_types": ["full_attention"] * 2, "rope_parameters": None}
-
-
-@pytest.mark.parametrize("kind", PLACES)
-def test_a_model_s_own_layer_drafts(tmp_path: Path, tiny: Tiny, kind: str) -> None:
+def test_a_model_s_own_layer_is_found(tmp_path: Path, tiny: Tiny) -> None:
     path = counting(tmp_path / "target", tiny).path
+    tensors, unit = load_file(path / "model.safetensors"), torch.eye(HIDDEN)
+    block = {
+        name.replace("layers.1.", "layers.2."): one.clone() for name, one in tensors.items() if ".layers.1." in name
+    }
+    around = {f"model.layers.2.{name}.weight": torch.ones(HIDDEN) for name in ("enorm", "hnorm", "shared_head.norm")}
+    around["model.layers.2.eh_proj.weight"] = torch.cat((unit, 0 * unit), 1)
+    save_file(tensors | block | around, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="brings no multi-token prediction"):
+        drafter_by_name(load(path), "mtp")
     config = json.loads((path / "config.json").read_text())
-    own = config | (QWEN if kind == "qwen3_5_text" else {})
-    folder = write_head(tmp_path / "head", speculators("mtp") | {"transformer_layer_config": own})
-    (place, block, names), whole = PLACES[kind], load_file(path / "model.safetensors")
-    for name, tensor in (load_file(folder / "model.safetensors") | known("mtp", load(path))).items():
-        part, _, end = name.removeprefix("mtp_layers.0.").rpartition(".")
-        if part.endswith(("o_proj", "down_proj")):
-            tensor = torch.zeros_like(tensor)
-        if part.endswith("layernorm"):
-            # Qwen 3.5 holds norms less one.
-            tensor = torch.full_like(tensor, 0.0 if kind == "qwen3_5_text" else 1.0)
-        if kind == "mimo" and part == "input_proj":
-            tensor = tensor.roll(HIDDEN, 1)
-        whole[f"{place}{names.get(part, f'{block}{part}')}.{end}"] = tensor.contiguous()
-    save_file(whole, path / "model.safetensors", {"format": "pt"})
     (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     target = load(path)
-    if kind != "qwen2":
-        # A file of this type, which only the head is read from.
-        head = shutil.copytree(path, tmp_path / kind)
-        said = {"model_type": "qwen3_5", "text_config": own} if kind == "qwen3_5_text" else {**own, "model_type": kind}
-        (head / "config.json").write_text(json.dumps(said))
-        drafter = drafter_by_name(target, "mtp", head)
-        assert drafter.note == f" ({kind})"
-    else:
-        drafter = drafter_by_name(target, "mtp")
-        assert drafter.note == " (the target's own layer)"
-    one = Speculator(target, drafter.drafter, 4).generate([[5, 6, 7]], 20, stop=())[0]
-    assert one.tokens == [8 + i for i in range(20)] and one.metrics.accepted == one.metrics.drafted > 10
+    # Its own file, or another's of the same model.
+    for named, note in ((None, "the target's own layer"), (path, "target")):
+        drafter = drafter_by_name(target, "mtp", named)
+        assert drafter.note == f" ({note})"
+        one = Speculator(target, drafter.drafter, 4).generate([[5, 6, 7]], 20, stop=())[0]
+        assert one.tokens == [8 + i for i in range(20)] and one.metrics.accepted == one.metrics.drafted > 10

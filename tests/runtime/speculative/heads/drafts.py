@@ -1,5 +1,6 @@
 """Random heads of others' classes, and what is drafted with them here."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,11 @@ def filled(model: Any, seed: int) -> Any:
 
 def drafted(
     target: Model, folder: Path, kind: str, tokens: list[int], taken: Tensor, budget: int
-) -> tuple[list[int], list[Tensor]]:
-    """A draft, and the logits that it came from."""
-    head = load_head(folder, kind, target)  # type: ignore[arg-type]
-    drafter, seen = PublishedDrafter(head, head.about.at(target.decoder.layers)), []
+) -> tuple[list[int], list[Tensor], Tensor]:
+    """A draft, the logits that it came from, and the hidden states (n, hidden) before the output layer."""
+    own, seen, hidden = load_head(folder, kind, target), [], []  # type: ignore[arg-type,var-annotated]
+    head = replace(own, lm_head=lambda x: (hidden.append(x), own.lm_head(x))[1])  # type: ignore[arg-type]
+    drafter = PublishedDrafter(head, head.about.at(target.decoder.layers))
     choose = drafter._choose
     drafter._choose = lambda logits, drafting: (seen.append(logits.clone()), choose(logits, drafting))[1]  # type: ignore[assignment,func-returns-value]
     request = Request(0, tokens, len(tokens), Sampling(), 100)
@@ -64,7 +66,8 @@ def drafted(
             early = Request(0, tokens[:10], 10, Sampling(), 100)
             drafter.propose([early], [2])
     seen.clear()
-    return drafter.propose([request], [budget])[0].tokens, seen
+    hidden.clear()
+    return drafter.propose([request], [budget])[0].tokens, seen, torch.cat(hidden)
 
 
 def text_and_states(depths: int, seed: int = 2) -> tuple[list[int], Tensor]:

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from runtime.checkpoints.heads.layouts import layout_of
+from runtime.checkpoints.heads.open import stored
 from runtime.checkpoints.heads.record import Shapes
 
 VOCAB, HIDDEN = 320, 64
@@ -93,16 +94,11 @@ def write_head(folder: Path, values: dict[str, Any], seed: int = 0, own_tables: 
     assert layout is not None
     about = layout.describe(values, "config.json")
     shapes = about.shapes() | (about.optional() if own_tables and about.kind == "eagle3" else {})
-    names = {
-        name: next(
-            (f"{old}{name.removeprefix(new)}" for old, new in layout.renames if new and name.startswith(new)), name
-        )
-        for name in shapes
-    }
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(values))
     save_file(
-        {names[name]: tensor for name, tensor in random_tensors(shapes, seed).items()}, folder / "model.safetensors"
+        {stored(name, layout): tensor for name, tensor in random_tensors(shapes, seed).items()},
+        folder / "model.safetensors",
     )
     return folder
 

@@ -57,7 +57,7 @@ def test_dflash(target: Model, tmp_path: Path, writer: str) -> None:
     config.dflash_config = {"mask_token_id": 7, "target_layer_ids": [0, 5]}
     model = saved(module.DFlashDraftModel(config), tmp_path / "head", 1)
     tokens, taken = text_and_states(2)
-    draft, logits = drafted(target, tmp_path / "head", "dflash", tokens, taken, 9)
+    draft, logits, _ = drafted(target, tmp_path / "head", "dflash", tokens, taken, 9)
     hidden = logits_of_block(model, target, tokens, taken, "target_hidden", 6)
     require_equal((hidden[0] @ table_of(target).T)[1:], logits, draft)
 
@@ -78,7 +78,7 @@ def test_dspark(target: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         config.dflash_config = about
     model = saved(made(config), tmp_path / "head", 2)
     tokens, taken = text_and_states(2)
-    draft, logits = drafted(target, tmp_path / "head", "dspark", tokens, taken, 9)
+    draft, logits, _ = drafted(target, tmp_path / "head", "dspark", tokens, taken, 9)
     name = "target_hidden_states" if writer == "DeepSpec" else "target_hidden"
     hidden = logits_of_block(model, target, tokens, taken, name, 5)
     lm_head = model.lm_head.weight if writer == "DeepSpec" else table_of(target)
@@ -98,7 +98,7 @@ def test_dflash_of_deepspec_is_dspark_without_its_heads(target: Model, tmp_path:
         setattr(config, key, value)
     model = saved(made(config), tmp_path / "head", 3)
     tokens, taken = text_and_states(2)
-    draft, logits = drafted(target, tmp_path / "head", "dflash", tokens, taken, 9)
+    draft, logits, _ = drafted(target, tmp_path / "head", "dflash", tokens, taken, 9)
     hidden = logits_of_block(model, target, tokens, taken, "target_hidden_states", 5)
     require_equal(hidden[0] @ model.lm_head.weight.T, logits, draft)
 
@@ -111,7 +111,7 @@ def test_eagle3_of_deepspec(target: Model, tmp_path: Path) -> None:
     config.target_layer_ids, config.ttt_length, config.step_loss_decay = [0, 2, 4, 5], 4, 0.8
     model = saved(made(config), tmp_path / "head", 4)
     tokens, taken = text_and_states(4)
-    draft, logits = drafted(target, tmp_path / "head", "eagle3", tokens, taken, 4)
+    draft, logits, _ = drafted(target, tmp_path / "head", "eagle3", tokens, taken, 4)
     cache, found = DynamicCache(), []
     at = torch.arange(LENGTH + 8)[None]
     with torch.no_grad():
@@ -137,7 +137,7 @@ def test_eagle3_of_specforge(target: Model, tmp_path: Path, normed: bool) -> Non
     config.rope_theta, config.rope_scaling = 10000.0, None
     model = saved(module.LlamaForCausalLMEagle3(config), tmp_path / "head", 5)
     tokens, taken = text_and_states(3)
-    draft, logits = drafted(target, tmp_path / "head", "eagle3", tokens, taken, 3)
+    draft, logits, _ = drafted(target, tmp_path / "head", "eagle3", tokens, taken, 3)
     hidden, ids, found = model.project_hidden_states(taken[None]), tokens[1:], []
     with torch.no_grad():
         for step in range(3):
@@ -149,3 +149,28 @@ def test_eagle3_of_specforge(target: Model, tmp_path: Path, normed: bool) -> Non
             hidden, ids = torch.cat((hidden, out[:, -1:]), dim=1), [*ids, draft[step]]
     require_equal(torch.cat(found), logits, draft)
     assert draft == [5 * int(row.argmax()) for row in found] and VOCAB == 320 and HIDDEN == 64
+
+
+def test_peagle_of_specforge(target: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = pytest.importorskip("specforge.modeling.draft.peagle")
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, block_mask: Tensor, **_: Any) -> Tensor:
+        # Theirs is compiled for a GPU; this one takes a dense mask.
+        found = torch.nn.functional.scaled_dot_product_attention(query, key, value, block_mask, enable_gqa=True)
+        return found
+
+    monkeypatch.setattr(module, "compile_friendly_flex_attention", attention)
+    config = block("llama", 2, draft_vocab_size=64, pretraining_tp=1)
+    config.mask_token_id, config.rope_theta, config.rope_scaling = 7, 10000.0, None
+    config.eagle_config = {"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}
+    model = saved(module.PEagleDraftModel(config), tmp_path / "head", 6)
+    tokens, taken = text_and_states(3)
+    draft, logits, _ = drafted(target, tmp_path / "head", "peagle", tokens, taken, 4)
+    ids = torch.tensor([[*tokens[1:], 7, 7, 7]])
+    states = torch.cat((taken[None], model.mask_hidden.expand(1, 3, -1)), dim=1)
+    mask = torch.ones(ids.shape[1], ids.shape[1]).tril().bool()
+    with torch.no_grad():
+        hidden = model.project_hidden_states(states)
+        at = torch.arange(ids.shape[1])[None]
+        found = model.compute_logits(model.backbone(model.embed_tokens(ids), hidden, None, mask, at))[0, -4:]
+    require_equal(found, logits, draft)

@@ -81,12 +81,13 @@ def test_eagle3(target: Model, tmp_path: Path, kind: str, layers: int, flags: di
     model.save_pretrained(tmp_path / "head")
     tokens = torch.randint(0, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(2)).tolist()
     taken = torch.randn((LENGTH - 1, 3 * HIDDEN), generator=torch.Generator().manual_seed(3))
-    draft, logits = drafted(target, tmp_path / "head", "eagle3", tokens, taken, 4)
+    draft, logits, states = drafted(target, tmp_path / "head", "eagle3", tokens, taken, 4)
     # The reference reads shifted texts, and steps of the last row follow the tokens that we drafted.
     text = torch.tensor([[*tokens[1:], *draft]])
-    states = torch.cat((taken, torch.zeros(len(draft), 3 * HIDDEN)))[None]
-    found = captured(model, lambda: model(states, text, torch.zeros_like(text), ttt_steps=4))
+    read = torch.cat((taken, torch.zeros(len(draft), 3 * HIDDEN)))[None]
+    found = captured(model, lambda: model(read, text, torch.zeros_like(text), ttt_steps=4))
     for step in range(4):
+        assert torch.allclose(found[2 * step][LENGTH - 2], states[step], atol=1e-4), step
         assert torch.allclose(found[2 * step + 1][LENGTH - 2], logits[step][0], atol=1e-4), step
     ids = model.d2t + torch.arange(len(model.d2t)) if model.d2t is not None else torch.arange(VOCAB)
     assert draft == [int(ids[row[0].argmax()]) for row in logits]
@@ -111,7 +112,7 @@ def test_peagle(
     model = filled(PEagleDraftModel(PEagleSpeculatorConfig(**parts, **about)), 4)
     model.save_pretrained(tmp_path / "head")
     tokens, taken = text_and_states(2)
-    draft, logits = drafted(target, tmp_path / "head", "peagle", tokens, taken, 9)
+    draft, logits, states = drafted(target, tmp_path / "head", "peagle", tokens, taken, 9)
     assert len(draft) == 5
     length, last = LENGTH + 6, LENGTH - 2
     sampled = torch.tensor([*range(length), *[last] * 4]), torch.tensor([*[0] * length, 1, 2, 3, 4])
@@ -124,6 +125,7 @@ def test_peagle(
         lambda: model(padded(taken, length), text, torch.zeros_like(text), verifier_last_hidden_states=last_states),
     )
     for step, row in enumerate([last, *range(length, length + 4)]):
+        assert torch.allclose(found[0][row], states[step], atol=1e-4), step
         assert torch.allclose(found[1][row], logits[step][0], atol=1e-4), step
     assert draft == [5 * int(row[0].argmax()) for row in logits]
 
@@ -156,7 +158,7 @@ def test_dflash(target: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     model = with_tables(filled(DFlashDraftModel(DFlashSpeculatorConfig(**parts, **about)), 5), target)
     model.save_pretrained(tmp_path / "head")
     tokens, taken = text_and_states(2)
-    draft, logits = drafted(target, tmp_path / "head", "dflash", tokens, taken, 9)
+    draft, logits, states = drafted(target, tmp_path / "head", "dflash", tokens, taken, 9)
     anchored = bool(flags.get("sample_from_anchor"))
     assert len(draft) == (6 if anchored else 5)
     length = LENGTH + 7
@@ -166,7 +168,9 @@ def test_dflash(target: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     rest = torch.ones_like(text), torch.zeros((1, length, HIDDEN)), torch.zeros_like(text)
     found = captured(model, lambda: model(padded(taken, length), text, *rest, max_anchors=1))
     for step in range(len(draft)):
-        assert torch.allclose(found[1][step + (0 if anchored else 1)], logits[step][0], atol=1e-4), step
+        row = step + (0 if anchored else 1)
+        assert torch.allclose(found[0][row], states[step], atol=1e-4), step
+        assert torch.allclose(found[1][row], logits[step][0], atol=1e-4), step
 
 
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
@@ -180,7 +184,7 @@ def test_dspark(target: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     model.save_pretrained(tmp_path / "head")
     tokens, taken = text_and_states(2)
     monkeypatch.setattr(published, "WORTH", 0.0)
-    draft, logits = drafted(target, tmp_path / "head", "dspark", tokens, taken, 9)
+    draft, logits, _ = drafted(target, tmp_path / "head", "dspark", tokens, taken, 9)
     length, found = LENGTH + 7, []
     from speculators.models.dflash import core as below
 
@@ -198,7 +202,7 @@ def test_dspark(target: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     reached = found[1][0].sigmoid().cumprod(0)
     for worth in (0.5, 0.2, 0.05):
         monkeypatch.setattr(published, "WORTH", worth)
-        cut, _ = drafted(target, tmp_path / "head", "dspark", tokens, taken, 9)
+        cut, *_ = drafted(target, tmp_path / "head", "dspark", tokens, taken, 9)
         assert cut == draft[: int((reached >= worth).sum())]
 
 
@@ -221,10 +225,11 @@ def test_mtp(target: Model, tmp_path: Path, kind: str, changes: dict[str, Any]) 
     model = with_tables(filled(MTPDraftModel(MTPSpeculatorConfig(**parts)), 7), target)
     model.save_pretrained(tmp_path / "head")
     tokens, taken = text_and_states(1)
-    draft, logits = drafted(target, tmp_path / "head", "mtp", tokens, taken, 1)
+    draft, logits, states = drafted(target, tmp_path / "head", "mtp", tokens, taken, 1)
     norm, eps = target.decoder.parts.norm.weight, target.decoder.architecture.norm_eps  # type: ignore[attr-defined]
     hidden = torch.nn.functional.rms_norm(taken, (HIDDEN,), norm, eps)
     text = torch.tensor([[*tokens, 1, 1]])
     found = captured(model, lambda: model(text, padded(hidden, LENGTH + 2)))
+    assert torch.allclose(found[0][LENGTH - 2], states[0], atol=1e-4)
     assert torch.allclose(found[1][LENGTH - 2], logits[0][0], atol=1e-4)
     assert draft == [int(logits[0][0].argmax())]
