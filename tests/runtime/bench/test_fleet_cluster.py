@@ -16,6 +16,7 @@ from tests.ray_cluster import Nodes, nodes
 TOKENS, PROMPT, REQUESTS, BATCH = 48, 96, 60, 8
 SHARES = (0.3, 0.5, 0.7)  # of what the replicas can do
 NEAR = 0.15
+STEADY = 0.1  # how far the same work's speed may lie apart, before and after, for figures to mean anything
 
 
 @pytest.fixture(scope="module")
@@ -59,5 +60,8 @@ def test_the_simulation_is_near_what_a_cluster_does(three: Nodes, tmp_path: Path
                 lines.append(
                     f"{count} at {rate:.1f}/s, {name}: simulated {found[name]:.0f}, measured {real[name]:.0f} ms"
                 )
+        again = _per_second(server.address, count * BATCH)
+        if abs(again / able - 1) > STEADY:
+            pytest.skip(f"the machine is not quiet: {able:.1f} and {again:.1f} texts a second; {'; '.join(lines)}")
     print("\n".join(lines))
     assert worst <= NEAR, lines
