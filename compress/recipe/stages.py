@@ -84,6 +84,8 @@ def _check_learned(stages: tuple[Stage, ...], kinds: list[str]) -> None:
         raise ValueError("expected a quantize stage before learn, which trains what that has made, found none")
     if quantize.scheme is not None and quantize.scheme not in MIXABLE:
         raise ValueError(f"expected scheme {', '.join(MIXABLE)} before learn, found {quantize.scheme}")
+    if quantize.head != "keep":
+        raise ValueError(f"expected head keep before learn, which trains the blocks' layers, found {quantize.head}")
     other = next((kind for kind in kinds if kind in ("prune", "smooth")), None)
     if other is not None:
         raise ValueError(f"expected quantize alone before learn, which would undo {other}, found both")

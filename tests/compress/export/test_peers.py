@@ -65,7 +65,9 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize("form", ["gptq", "awq"])
-@pytest.mark.parametrize(("recipe", "family"), [("int4-rtn", "llama"), ("int4-rtn", "qwen2"), ("asymmetric", "llama")])
+@pytest.mark.parametrize(
+    ("recipe", "family"), [("int4-rtn", "llama"), ("int4-rtn", "qwen2"), ("asymmetric", "llama"), ("learned", "llama")]
+)
 def test_transformers_reads_ours_exactly(
     tiny: Tiny, tmp_path: Path, torch_threads_one: None, form: str, recipe: str, family: str
 ) -> None:
@@ -75,6 +77,13 @@ def test_transformers_reads_ours_exactly(
             "stages: [{quantize: {scheme: int4, group_size: 32, symmetric: false}}]\n"
         )
         wished = Recipe.load(tmp_path / "asymmetric.yaml")
+    if recipe == "learned":
+        (tmp_path / "learned.yaml").write_text(
+            "stages:\n"
+            "  - quantize: {scheme: int4, group_size: 32, method: gptq}\n"
+            "  - learn: {training: {tokens: 2048, batch: 4, length: 64}}\n"
+        )
+        wished = Recipe.load(tmp_path / "learned.yaml")
     folder = compress(tiny(family), wished, tmp_path / "run", report=lambda *_: {}).path
     exported = export.run(form, folder / "model", tmp_path / form)
     assert exported.repacked == 14 and not exported.losses

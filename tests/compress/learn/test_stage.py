@@ -27,6 +27,7 @@ from compress.training.contract import StageContext
 from runtime import load, native
 from runtime.checkpoints.open import open_checkpoint
 from runtime.contract import Rows
+from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
 
 Tiny = Callable[..., Path]
@@ -182,6 +183,15 @@ def test_recomputed_activations_change_no_gradient(packed: Callable[[str], tuple
         assert plain is not None and again is not None and torch.equal(plain, again)
 
 
+def loaded_by_transformers(model: Path) -> dict[str, Tensor]:
+    """The weights of the blocks' layers as compressed-tensors unpacks them."""
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    config = CompressedTensorsConfig(run_compressed=False)
+    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, quantization_config=config)
+    return {name: module.weight.detach() for name, module in theirs.named_modules() if name.endswith("_proj")}
+
+
 @pytest.mark.parametrize(("name", "form"), [("int4", "gptq"), ("int2", "compressed-tensors")])
 def test_a_recipe_runs_it_and_its_exports_hold_the_same_codes(tiny: Tiny, tmp_path: Path, name: str, form: str) -> None:
     source = tmp_path / "code.txt"
@@ -210,6 +220,11 @@ def test_a_recipe_runs_it_and_its_exports_hold_the_same_codes(tiny: Tiny, tmp_pa
         one, other = ours.weight(layer.name), theirs.weight(layer.name)
         assert isinstance(one, PackedWeight) and isinstance(other, PackedWeight)
         assert torch.equal(one.codes, other.codes) and torch.equal(one.scale, other.scale)
+    if form == "compressed-tensors":
+        found = loaded_by_transformers(tmp_path / "export")
+        assert len(found) == 14
+        for layer in facts.layers:
+            assert torch.equal(found[layer.name], dequantize(ours.weight(layer.name))), layer.name  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -218,6 +233,7 @@ def test_a_recipe_runs_it_and_its_exports_hold_the_same_codes(tiny: Tiny, tmp_pa
         ([{"learn": {}}], "a quantize stage before learn"),
         ([{"quantize": {"scheme": "nf4"}}, {"learn": {}}], "before learn, found nf4"),
         ([{"prune": {"method": "wanda", "pattern": "2:4"}}, {"quantize": GRID}, {"learn": {}}], "undo prune"),
+        ([{"quantize": {"scheme": "int8-dynamic", "head": "int8"}}, {"learn": {}}], "head keep before learn"),
         ([{"smooth": {}}, {"quantize": {"scheme": "int8-dynamic"}}, {"learn": {}}], "undo smooth"),
         ([{"quantize": GRID}, {"learn": {"loss": {"jsd": 0}}}], "weight above 0"),
         ([{"quantize": GRID}, {"learn": {"reach": 0}}], "greater than or equal to 1"),
