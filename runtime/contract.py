@@ -19,7 +19,7 @@ FLOATS: tuple[CacheKind, ...] = ("float32", "float16")
 
 @dataclass(frozen=True, eq=False)
 class CacheBasis:
-    """What the keys and values of a group of layers are written in (runtime/cache/basis.py), float32.
+    """What the keys and values of a group of layers are written in (runtime/kernels/basis.py), float32.
 
     keys    (layers, kv_heads, 3, head_dim, head_dim): into the basis, the feedback of rounding, and back for queries.
     values  (layers, kv_heads, 3, value_dim, value_dim): likewise, and back for mixed values.

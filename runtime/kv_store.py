@@ -3,7 +3,7 @@ per token and head.
 
 Keys are divided by static per-channel factors (1 when uncalibrated), then rounded per token and head; values are
 rounded per token and head. scale = absmax / 127 or absmax / 7; codes stay symmetric. In a basis of their head
-(cache/basis.py), and in three bits, scales have a sign instead and all codes are used. Float32 arithmetic throughout.
+(kernels/basis.py), and in three bits, scales have a sign instead and all codes are used. Float32 arithmetic throughout.
 """
 
 import math

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from runtime.cache.basis import BACK, round_signed
+from runtime.kernels.basis import BACK, round_signed
 
 # Share of the mean that is added to what an error costs in every direction: calibration text is not all text.
 _COST = 1e-2
@@ -78,7 +78,7 @@ def rounding_cost(rows: Tensor, cost: Tensor, signed: tuple[float, int], basis: 
 
 
 def basis_of(moment: Tensor, cost: Tensor, queries: bool, share: float = SHARES[0]) -> Tensor:
-    """A head's basis (3, d, d) float32 (runtime/cache/basis.py): into, feedback, back.
+    """A head's basis (3, d, d) float32 (runtime/kernels/basis.py): into, feedback, back.
 
     moment   (d, d) mean of x xᵀ over the head's rows.
     cost     (d, d), an error e of a row costs eᵀ · cost · e.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runtime.cache.basis import round_signed
 from runtime.contract import FLOATS, CacheBasis, CacheKind
+from runtime.kernels.basis import round_signed
 from runtime.kernels.reference import quantize_rows
 from runtime.kv_store import KEY_BLOCK, LIMITS, SIGNED, THREE_BITS, VECTOR, Store
 

@@ -107,9 +107,8 @@ class NativeModel:
 
     def _heads(self, form: CacheFormat, rotated: int) -> HeadsStruct:
         factors = None if form.key_factor is None else form.key_factor.float().contiguous()
-        bases = [None, None]
-        if form.basis is not None:
-            bases = [part.float().contiguous() for part in (form.basis.keys, form.basis.values)]
+        parts = (None, None) if form.basis is None else (form.basis.keys, form.basis.values)
+        bases = [None if part is None else part.float().contiguous() for part in parts]
         self._kept += [factors, *bases]
         kind, heads = CACHES[form.kind], self._architecture.heads
         sizes = heads, form.kv_heads, form.head_dim, rotated, kind, address(factors), form.value_dim

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from runtime.cache.basis import BACK, turned
 from runtime.cache.contiguous import KeyValueCache
 from runtime.cache.slots import Layout, Reserved, checked_cache, extend_states, keys_and_values, lay_out, plan
 from runtime.contract import Cache, Out, Rows
 from runtime.kernels import plain_torch, reference
 from runtime.kernels.activations import activate
+from runtime.kernels.basis import BACK, turned
 from runtime.kernels.exact import sigmoid
 from runtime.kernels.joined import Joined
 from runtime.kernels.routing import route

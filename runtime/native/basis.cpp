@@ -1,4 +1,4 @@
-// Keys and values in a basis of their own: runtime/cache/basis.py's rules, operation by operation.
+// Keys and values in a basis of their own: runtime/kernels/basis.py's rules, operation by operation.
 #include "cache.h"
 
 namespace SPECPRESS_PATH {

@@ -23,7 +23,7 @@ void recall(const specpress::AttentionCall& c, const specpress::Store& s, int64_
 // A block of int4 values as floats, whatever the width: its halves need not be whole vectors.
 void widen_halves(const uint8_t* values, const float* scales, int64_t wide, float* out);
 
-// The part of a basis of a layer's head: 0 into it, 1 the feedback of rounding, 2 back (runtime/cache/basis.py).
+// The part of a basis of a layer's head: 0 into it, 1 the feedback of rounding, 2 back (runtime/kernels/basis.py).
 inline const float* basis_part(const float* basis, const specpress::Heads& h, int64_t layer, int64_t head, int64_t size, int64_t part) {
     return basis + ((layer * h.kv_heads + head) * 3 + part) * size * size;
 }

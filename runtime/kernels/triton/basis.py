@@ -1,4 +1,4 @@
-"""Keys and values in the basis of their head on the device, with the bits of runtime/cache/basis.py.
+"""Keys and values in the basis of their head on the device, with the bits of runtime/kernels/basis.py.
 
 Kernels that use this are compiled without fused products (enable_fp_fusion=False).
 """
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.cache.basis import BACK
+from runtime.kernels.basis import BACK
 from runtime.kernels.triton.exact import nearest
 
 

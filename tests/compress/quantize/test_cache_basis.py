@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compress.quantize.cache_basis import SHARES, basis_of, best_basis, equal_diagonal, rounding_cost
-from runtime.cache.basis import BACK, FEEDBACK, INTO, turned
+from runtime.kernels.basis import BACK, FEEDBACK, INTO, turned
 from runtime.kv_store import SIGNED
 
 

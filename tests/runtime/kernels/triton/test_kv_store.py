@@ -6,10 +6,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from runtime.cache.basis import BACK, turned
 from runtime.cache.quantizer import CacheFormat
 from runtime.contract import CacheBasis, CacheKind
 from runtime.kernels import reference
+from runtime.kernels.basis import BACK, turned
 from runtime.kernels.triton.basis import turn_back
 from runtime.kernels.triton.kv_store import move
 from runtime.kernels.triton.rotary import rotate_and_store

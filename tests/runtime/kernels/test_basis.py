@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.cache.basis import BACK, FEEDBACK, INTO, round_signed, turned
 from runtime.cache.contiguous import ContiguousCache
 from runtime.cache.paged import PagedCache
 from runtime.cache.quantizer import PACKINGS, CacheFormat
 from runtime.contract import CacheBasis, CacheKind
+from runtime.kernels.basis import BACK, FEEDBACK, INTO, round_signed, turned
 from runtime.kv_store import SIGNED
 
 KINDS: tuple[CacheKind, ...] = ("int4", "int3")
