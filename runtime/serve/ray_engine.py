@@ -3,8 +3,8 @@
 A text is a call that gives events, plain tuples:
 
     ("taken", replica, fingerprint, counts)   the engine has it
-    ("gained", tokens, details)               new tokens; details as in the engine's own events
-    ("ended", why, figures, counts)           stop, length or cancelled
+    ("gained", first, tokens, details)        new tokens, of which there were `first` before; details as the engine's
+    ("ended", why, tokens, figures, counts)   stop, length or cancelled, after so many tokens
     ("error", status, message, kind, param, code, retry)   it ended with an error
     ("gone",)                                 this replica ends, or its engine: another may go on
     ("unequal",)                              this replica would go on with other bytes than the text began with
@@ -117,8 +117,8 @@ class EngineReplica:
                     yield ("taken", self.name, self._front.about["fingerprint"], self._front.counts)
                 if len(flight.tokens) > known or len(flight.details) > details:
                     fresh, more = flight.tokens[known:], flight.details[details:]
-                    known, details = known + len(fresh), details + len(more)
-                    yield ("gained", fresh, more)
+                    first, known, details = known, known + len(fresh), details + len(more)
+                    yield ("gained", first, fresh, more)
                     bell.told()
                 if flight.ended:
                     yield self._end(flight)
@@ -129,7 +129,7 @@ class EngineReplica:
     def _end(self, flight: Flight) -> Event:
         error = flight.error
         if error is None:
-            return ("ended", flight.finish, flight.figures, self._front.counts)
+            return ("ended", flight.finish, len(flight.tokens), flight.figures, self._front.counts)
         if error.code in _PLACES:
             return ("gone",)
         return error_event(error)

@@ -200,7 +200,9 @@ class RayFront:
                 flight.accepted = True
                 flight.bell.ring()
         elif kind == "gained":
-            _, tokens, details = event
+            _, first, tokens, details = event
+            if first != len(flight.tokens):
+                raise Lost(f"token {len(flight.tokens)} is missing, {first} came")
             flight.details += details
             if tokens:
                 flight.tokens += tokens
@@ -209,7 +211,9 @@ class RayFront:
                 flight.last = now
                 flight.bell.tokens_came(now)
         elif kind == "ended":
-            _, why, flight.figures, counts = event
+            _, why, tokens, flight.figures, counts = event
+            if tokens != len(flight.tokens):
+                raise Lost(f"{len(flight.tokens)} of {tokens} tokens came")
             self._counts[self._where[flight.id]] = counts
             self._listener.figures(flight.figures)
             self._end(flight, why)

@@ -50,6 +50,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "ternary": described(ternary.scheme()),
     "fp8": described(fp8.scheme()),
     "kv-int8": kv_scheme.to_config(CONFIG, "int8"),
+    "kv-int3": kv_scheme.to_config(CONFIG, "int3", rotated=True),
     "int4-kv-int4": kv_scheme.to_config(described(int4.scheme(64)), "int4"),
     "pruned": CONFIG | {"num_hidden_layers": 2},
     "medusa": described(int8.scheme()),
@@ -202,6 +203,8 @@ def test_what_engines_do_not_load(tmp_path: Path) -> None:
     assert not caches["vllm"].loads and "kv_cache_scheme" in said(caches["vllm"])
     assert caches["sglang"].loads and "ignored" in said(caches["sglang"])
     assert "--cache-type-k" in caches["llama_cpp"].commands[0].words
+    three = by_engine(a_run(tmp_path, "kv-int3"))["llama_cpp"]
+    assert "q4_0" in three.commands[0].words and "not the run's int3" in said(three)
     both = by_engine(a_run(tmp_path, "int4-kv-int4"))
     # GPTQ's layout has no place for the scheme that vLLM stops at.
     assert both["vllm"].commands[0].words[2] == "./exports/gptq" and both["vllm"].needs

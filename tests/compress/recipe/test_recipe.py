@@ -38,7 +38,7 @@ def test_built_in_recipes_say_when_to_choose_them() -> None:
     assert {recipe.name for recipe in recipes} >= {
         *("nf4", "int8-dynamic", "int4-rtn", "int8-static", "int8-smoothquant", "int4-gptq", "int4-awq", "int3-gptq"),
         *("mixed-4.5bit", "wanda-50", "sparsegpt-2of4", "sparsegpt-2of4-int4", "width-25", "depth-25"),
-        *("kv-int8", "kv-int4", "ternary-rtn", "fp8"),
+        *("kv-int8", "kv-int4", "kv-int4-rotated", "kv-int3-rotated", "ternary-rtn", "fp8"),
     }
     for recipe in recipes:
         assert 20 < len(recipe.about) <= 120

@@ -101,11 +101,20 @@ def _disturbed(two: Nodes, server: Running, requests: list[dict[str, Any]], turn
     return found
 
 
+def _difference(one: Any, other: Any) -> tuple[Any, ...]:
+    """Where two texts differ first, and how they go on there."""
+    if not isinstance(one, list):
+        return (one,)
+    texts = one[0][0], other[0][0]
+    at = next((place for place, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
+    return at, *map(len, texts), *(text[max(0, at - 40) : at + 40] for text in texts), one[0][2], other[0][2]
+
+
 def _turns(two: Nodes, server: Running, requests: list[dict[str, Any]], expected: list[Any], turns: int) -> None:
     for turn in range(turns):
         found = _disturbed(two, server, requests, turn)
         wrong = [place for place in range(len(requests)) if found[place] != expected[place]]
-        assert not wrong, (turn, len(wrong), requests[wrong[0]], found[wrong[0]], expected[wrong[0]])
+        assert not wrong, (turn, requests[wrong[0]], *_difference(found[wrong[0]], expected[wrong[0]]))
     resumed, lost = (server.metric(f"specpress:{name}_total") for name in ("resumed_requests", "engine_restarts"))
     assert resumed >= turns and lost >= turns
     print(f"{turns} replicas and {turns} nodes killed, {turns * len(requests)} streams, {resumed:.0f} resumptions")

@@ -18,6 +18,7 @@ REFERENCE = {
     "_activation_kernel",
     "_embed_kernel",
     "_rotate_kernel",
+    "_turn_kernel",
     "_route_kernel",
     "_piece_kernel",
     "_best_kernel",
