@@ -35,6 +35,7 @@ from compress.errors import UserError
 from compress.model.block import Block, Statistics
 from compress.model.block_loader import BlockLoader
 from compress.model.plan import Plan
+from compress.pipeline.block_line import line
 from compress.progress import Note, Progress
 from compress.prune.depth import check_config, choose, influence
 from compress.recipe.block_stages import Experts
@@ -238,7 +239,7 @@ class _BlockPipeline:
         self.journal.commit(part, record, following)
         if inputs is not None:
             self._forget(number, following)
-        self.note(_line(number, self.count, records, time.monotonic() - begun))
+        self.note(line(number, self.count, records, time.monotonic() - begun))
         del block, inputs
         release()
 
@@ -268,7 +269,7 @@ class _BlockPipeline:
         if self.activations.block != number:
             raise ValueError(f"block {number}: expected its inputs, found those of block {self.activations.block}")
         if self.world.size == 1:
-            return Inputs(self.activations, self.calls[number])
+            return Inputs(self.activations, self.calls[number], self.blocks.twins)
         return SharedInputs(self.activations, self.calls[number], world=self.world)
 
     def _capture(self) -> None:
@@ -333,15 +334,3 @@ def _results(plan: Plan, journal: Journal, config: dict[str, Any]) -> BlockResul
         config,
         tuple(name for part in parts for name in part.get("linears", [])),
     )
-
-
-def _line(number: int, count: int, records: Sequence[LayerRecord], seconds: float) -> str:
-    """What one block came to, for people."""
-    text = f"block {number + 1} of {count}"
-    if records:
-        outputs = [record.output_error for record in records if record.output_error is not None]
-        worst = max(records, key=lambda record: record.output_error or record.error)
-        errors = outputs or [record.error for record in records]
-        what = "output error" if outputs else "weight error"
-        text += f": mean {what} {mathematics.mean(errors):.4f}, most {max(errors):.4f} in {worst.name}"
-    return f"{text}, {seconds:.1f} s"

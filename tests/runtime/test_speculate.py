@@ -383,7 +383,7 @@ def test_user_mistakes(fake: Fake, tiny: Callable[..., Path]) -> None:
         Speculator(target, max_batch=0)
     with pytest.raises(UserError, match="at least 1 page, but 0 were asked for"):
         CacheOptions(pages=0)
-    with pytest.raises(UserError, match="must be one of auto, float32, float16, int8, int4, but is 'int2'"):
+    with pytest.raises(UserError, match="must be one of auto, float32, float16, int8, int4, int3, but is 'int2'"):
         CacheOptions("int2")  # type: ignore[arg-type]
 
 

@@ -19,7 +19,7 @@ def test_texts_are_those_of_plain_decoding(small: Callable[..., Path], device: s
     values = CONFIGS[name] | {"transformer_layer_config": LAYERS | sizes}
     if values.get("draft_vocab_size", 64) > 64:
         values["draft_vocab_size"] = sizes["vocab_size"]
-    drafter = make(target, [name], heads=write_head(tmp_path / "head", values))
+    drafter = make(target, name, heads=write_head(tmp_path / "head", values))
     sampling = [Sampling(), Sampling(temperature=0.8, seed=1)]
     prompts = [[5, 6, 7], [8]]
     expected = Speculator(target).generate(prompts, 5, sampling, stop=())

@@ -68,7 +68,7 @@ def test_a_head_that_knows_the_text_is_right(tmp_path: Path, tiny: Tiny, name: s
         if key.endswith(("norm.weight", "layernorm.weight")) and "k_norm" not in key and "q_norm" not in key
     }
     save_file(tensors | known(name, target), folder / "model.safetensors")
-    result = Speculator(target, make(target, [name], heads=folder), length).generate([[5, 6, 7], [40]], 30, stop=())
+    result = Speculator(target, make(target, name, heads=folder), length).generate([[5, 6, 7], [40]], 30, stop=())
     for one in result:
         first = one.prompt_tokens[-1]
         assert one.tokens == [(first + 1 + i) % VOCAB for i in range(30)]

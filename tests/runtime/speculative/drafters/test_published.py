@@ -44,7 +44,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def drafter_of(target: Model, folders: dict[str, Path], name: str, verify: Any = "coupled") -> PublishedDrafter:
-    found = make(target, [KINDS.get(name, name)], verify=verify, heads=folders[name])
+    found = make(target, KINDS.get(name, name), verify=verify, heads=folders[name])
     assert isinstance(found, PublishedDrafter)
     return found
 
@@ -203,7 +203,7 @@ def test_texts_on_plain_torch(tiny_packed: TinyPacked, folders: dict[str, Path],
 def test_paged_caches_and_rounds_whose_length_is_chosen(target: Model, folders: dict[str, Path]) -> None:
     expected = Speculator(target, cache=CacheOptions("int8")).generate(PROMPTS, 20, stop=())
     for name in ("eagle3", "dspark"):
-        made = make(target, ["lookup", name], heads=folders[name])
+        made = make(target, f"lookup+{name}", heads=folders[name])
         found = Speculator(target, made, cache=CacheOptions("int8", 8), max_batch=4).generate(PROMPTS, 20, stop=())
         assert [result.tokens for result in found] == [result.tokens for result in expected]
 

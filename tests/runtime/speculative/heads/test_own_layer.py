@@ -107,7 +107,7 @@ def open_target(folder: Path) -> Model:
 def test_logits_are_those_of_transformers_block(tmp_path: Path, kind: str) -> None:
     model = model_of_three(kind)
     around, target = write(model, kind, tmp_path / kind), open_target(tmp_path / kind)
-    drafter = make(target, ["mtp"])
+    drafter = make(target, "mtp")
     assert isinstance(drafter, PublishedDrafter) and drafter.taps == (2,)
     generator, seen = torch.Generator().manual_seed(5), []
     tokens = torch.randint(0, model.config.vocab_size, (21,), generator=generator).tolist()
@@ -133,7 +133,7 @@ def test_texts_are_those_of_plain_decoding(tmp_path: Path, kind: str) -> None:
     sampling = [Sampling(), Sampling(temperature=0.8, seed=1)]
     prompts = [[5, 6, 7, 8], [9]]
     expected = Speculator(target).generate(prompts, 12, sampling, stop=())
-    found = Speculator(target, make(target, ["mtp"]), 3).generate(prompts, 12, sampling, stop=())
+    found = Speculator(target, make(target, "mtp"), 3).generate(prompts, 12, sampling, stop=())
     assert [one.tokens for one in found] == [one.tokens for one in expected]
     assert all(one.metrics.drafted > 5 for one in found)
 
@@ -145,4 +145,4 @@ def test_a_layer_that_is_not_there(tmp_path: Path) -> None:
         kept = {key: tensor for key, tensor in tensors.items() if key != f"model.layers.2.{name}"}
         save_file(kept, tmp_path / "model" / "model.safetensors")
         with pytest.raises(UserError, match=name.replace(".weight", "")):
-            make(open_target(tmp_path / "model"), ["mtp"])
+            make(open_target(tmp_path / "model"), "mtp")
