@@ -101,7 +101,9 @@ def test_every_cache_gives_the_references_logits(
     for model in ("llama", "mistral"):
         ours = whole(decoder(tiny(model), native_path), tokens, kind)
         assert torch.equal(ours, meant(tiny(model), tokens, kind))
-        assert relative(ours, meant(tiny(model), tokens)) < {"float32": 1e-5, "int8": 5e-2, "int4": 0.7, "int3": 1.0}[kind]
+        assert (
+            relative(ours, meant(tiny(model), tokens)) < {"float32": 1e-5, "int8": 5e-2, "int4": 0.7, "int3": 1.0}[kind]
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
