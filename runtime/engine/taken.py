@@ -59,12 +59,14 @@ def _kept(
     batch: Sequence[ScheduledRequest], drafts: Sequence[Draft], outcomes: Sequence[Outcome | None], taken: Tensor
 ) -> Iterator[tuple[ScheduledRequest, TakenStates]]:
     """Of each part whose text goes on, the rows that stayed in it: what was fed, and the accepted path."""
-    base = 0
+    base, rows = 0, taken.shape[0]
     for part, draft, outcome in zip(batch, drafts, outcomes, strict=True):
         drafted, request = base + part.fed, part.state.request
         if not request.finished and (outcome is not None or not part.samples):
             path = [] if outcome is None else outcome.path
-            if path == [*range(len(path))]:
+            if not path and part.fed == rows:
+                states = taken  # most rounds without a draft: there is nothing to cut out
+            elif path == [*range(len(path))]:
                 states = taken[base : drafted + len(path)]
             else:
                 states = taken[[*range(base, drafted), *(drafted + i for i in path)]]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from ctypes import byref, c_void_p
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -78,8 +79,8 @@ class NativeDecoder(BaseDecoder):
         logits, hidden = torch.empty((asked, self.vocab_size)), torch.empty((asked, self.hidden_size))
         handle, taken, into = self._runner(held).handle, None, None
         if self.taps:
-            taken, taps = torch.empty((count, len(self.taps) * self.hidden_size)), integers(self.taps)
-            into = byref(TakenStruct(len(self.taps), taps.data_ptr(), taken.data_ptr()))
+            taken = torch.empty((count, len(self.taps) * self.hidden_size))
+            into = byref(TakenStruct(len(self.taps), self._tap_numbers.data_ptr(), taken.data_ptr()))
         require().specpress_forward(
             handle, byref(batch), byref(angles), at.data_ptr(), asked, hidden.data_ptr(), logits.data_ptr(), into
         )
@@ -115,6 +116,11 @@ class NativeDecoder(BaseDecoder):
         handle = self._runner(cache).handle
         require().specpress_forward(handle, byref(batch), byref(angles), None, 0, None, None, None)
         del kept
+
+    @cached_property
+    def _tap_numbers(self) -> Tensor:
+        """`taps`, which stay, as the kernels read them."""
+        return integers(self.taps)
 
     def _angles(self, position: int) -> AnglesStruct:
         """What depends on positions up to this one; the tables are held by `_rotary`."""

@@ -1,6 +1,7 @@
 """A small network on the target's hidden states drafts a tree at once, and says which of its tokens are worth a row."""
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -28,13 +29,14 @@ class _Text:
     """What is known of one text.
 
     end     where the next state belongs: those before it were read, the last `window` of them or fewer are kept.
-    unread  states that came since the last draft.
+    unread  states that came since the last draft, with their numbers, which are `waiting` together.
     plain   of each layer keys and values (2, n, kv_heads, head_dim) of the tokens up to the unread ones, and the last
             fused state; `native` the same for native kernels.
     """
 
     end: int
-    unread: list[Tensor] = field(default_factory=list)
+    unread: deque[tuple[Tensor, int]] = field(default_factory=deque)
+    waiting: int = 0
     plain: tuple[list[Tensor], Tensor] | None = None
     native: NativeText | None = None
 
@@ -42,8 +44,9 @@ class _Text:
         """The unread states that can be seen, (n, taps · hidden), which are read then; None: there are none."""
         if not self.unread:
             return None
-        found = torch.cat(self.unread)[-window:] if len(self.unread) > 1 else self.unread[0]
-        self.unread = []
+        found = torch.cat([states for states, _ in self.unread])[-window:]
+        self.unread.clear()
+        self.waiting = 0
         return found
 
 
@@ -80,11 +83,13 @@ class BlockDrafter:
             text = self._texts.get(part.request.id)
             if text is None or text.end != part.start:
                 text = self._texts[part.request.id] = _Text(part.start)
-            text.end += len(part.states)
-            text.unread.append(part.states[-window:].clone())
-            held = sum(map(len, text.unread))
-            while held - len(text.unread[0]) >= window:
-                held -= len(text.unread.pop(0))
+            # Sizes are counted: to ask a tensor for its own takes a microsecond.
+            count = part.states.shape[0]
+            text.end += count
+            text.unread.append((part.states[-window:].clone(), min(count, window)))
+            text.waiting += min(count, window)
+            while text.waiting - text.unread[0][1] >= window:
+                text.waiting -= text.unread.popleft()[1]
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
