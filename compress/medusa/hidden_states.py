@@ -40,24 +40,28 @@ class Source:
     continuations  what follows the first `prompt` tokens of each: what the model writes, or (none) what stands there.
     prompt         tokens of each window that are the text's own.
     seed           of drawn continuations.
+    as_is          share of the windows, the first of each chunk, that stay as they stand in any case.
     """
 
     windows: Tensor
     continuations: Continuations
     prompt: int
     seed: int = 0
+    as_is: float = 0.0
 
     def texts(self, model: Model, first: int, count: int) -> Tensor:
         """(count, length) int64: windows first, first + 1, … with what the model writes behind their prompts."""
         windows = self.windows[first : first + count]
-        if self.continuations == "none":
+        kept = len(windows) if self.continuations == "none" else round(self.as_is * len(windows))
+        prompts = windows[kept:, : self.prompt]
+        if not len(prompts):
             return windows
-        prompts = windows[:, : self.prompt]
         temperature = 1.0 if self.continuations == "sampled" else 0.0
-        samplings = [Sampling(temperature, seed=self.seed + first + i) for i in range(len(prompts))]
+        samplings = [Sampling(temperature, seed=self.seed + first + kept + i) for i in range(len(prompts))]
         missing = windows.shape[1] - self.prompt
         results = Speculator(model).generate(prompts.tolist(), missing, samplings, stop=())
-        return torch.cat([prompts, torch.tensor([result.tokens for result in results])], dim=1)
+        written = torch.cat([prompts, torch.tensor([result.tokens for result in results])], dim=1)
+        return torch.cat([windows[:kept], written])
 
 
 class HiddenStates:

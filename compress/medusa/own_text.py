@@ -1,7 +1,7 @@
 """What drafters on a packed target's hidden states learn from: what the target itself writes, and its states there."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -35,6 +35,9 @@ class OwnText(Protocol):
     def prompt(self) -> float: ...
 
     @property
+    def as_is(self) -> float: ...
+
+    @property
     def samples(self) -> int: ...
 
     @property
@@ -43,11 +46,13 @@ class OwnText(Protocol):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is made of windows: what follows their first `prompt` tokens, and which states of it are kept."""
+    """What is made of windows: what follows their first `prompt` tokens, but for a share that stays `as_is`; and which
+    states of it are kept."""
 
     continuations: Continuations
     prompt: int
     taps: tuple[int, ...] = ()
+    as_is: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -82,8 +87,9 @@ def make_text(stage: OwnText, context: StageContext, target: Model, least: int, 
     measured = cut(context.held_out, length, _MEASURED, context.run.seed, "the held-out text")
     aside, rest = windows.split([apart := min(_ASIDE, -(-len(windows) // 8)), len(windows) - apart])
     seconds = None if context.budget.minutes is None else 60 * context.budget.minutes * _COLLECTING
-    how = Wanted(stage.continuations, prompt, tuple(taps))
-    watched = continued(how, context, target, aside, context.work / "watched")
+    how = Wanted(stage.continuations, prompt, tuple(taps), stage.as_is)
+    # What chooses the best weights is what the drafter will be asked about.
+    watched = continued(replace(how, as_is=0.0), context, target, aside, context.work / "watched")
     train_on = continued(how, context, target, rest[: stage.samples], context.work / "states", seconds)
     width = max(1, len(taps)) * target.decoder.hidden_size
     context.run.note(
@@ -99,9 +105,9 @@ def continued(
     how: Wanted, context: StageContext, target: Model, windows: Tensor, folder: Path, seconds: float | None = None
 ) -> HiddenStates:
     """The windows as the target goes on from their prompts, with its hidden states, in that folder."""
-    source = Source(windows, how.continuations, how.prompt, context.run.seed)
+    source = Source(windows, how.continuations, how.prompt, context.run.seed, how.as_is)
     about = {"target": weights_digest(target.path), "continuations": how.continuations, "prompt": source.prompt}
-    about |= {"taps": list(how.taps)} if how.taps else {}
+    about |= ({"taps": list(how.taps)} if how.taps else {}) | ({"as_is": how.as_is} if how.as_is else {})
 
     def told(done: int, total: int) -> None:
         context.run.progress("states", done, total)

@@ -29,6 +29,8 @@ class BlockDraft(TrainingStage):
     continuations  what follows a prompt in the text to train on: what the compressed model writes by itself, the most
                    probable token each time (greedy) or drawn (sampled); none: the text as it stands.
     prompt         share of each window that is text in any case.
+    as_is          share of the windows that stay text as it stands: what one model writes is little and alike, and is
+                   learned by heart.
     samples        the most windows of such text; they are made once, with the model's hidden states, in a quarter of
                    the time at most.
     max_epochs     of a budget in minutes: how often each window is learned from at most.
@@ -58,6 +60,7 @@ class BlockDraft(TrainingStage):
     anchors: Annotated[StrictInt, Field(ge=1, le=4096)] = 32
     continuations: Literal["greedy", "sampled", "none"] = "greedy"
     prompt: OpenShare = 0.25
+    as_is: Share = 0.5
     samples: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 4096
     max_epochs: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 30
     decay: Annotated[float, Field(gt=0, le=1, strict=False)] = 0.9

@@ -188,6 +188,7 @@ class Medusa(TrainingStage):
     continuations  what follows a prompt in the text to train on: what the compressed model writes by itself, the most
                    probable token each time (greedy) or drawn (sampled); none: the text as it stands.
     prompt         share of each window that is text in any case.
+    as_is          share of the windows that stay text as it stands.
     samples        the most windows of such text; they are made once, with the model's hidden states, in a quarter of
                    the time at most.
     max_epochs     of a budget in minutes: how often each window is learned from at most.
@@ -215,6 +216,7 @@ class Medusa(TrainingStage):
     nodes: Annotated[StrictInt, Field(ge=1, le=64)] = 24
     continuations: Literal["greedy", "sampled", "none"] = "greedy"
     prompt: OpenShare = 0.25
+    as_is: Share = 0.0
     samples: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 4096
     # On the embedded pair, 4,096 windows at a rate of 3e-3: held-out loss 3.77 after 3 epochs, 4.13 after 6.5 and 5.23
     # after 17, the rate falling to its floor in each.

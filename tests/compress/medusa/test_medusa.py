@@ -196,6 +196,10 @@ def test_text_may_stand_as_it_is_or_be_drawn(target: Model, tmp_path: Path) -> N
     )
     assert torch.equal(plain, windows(4)) and torch.equal(drawn_, again)
     assert not torch.equal(drawn_, other) and torch.equal(drawn_[:, :6], plain[:, :6])
+    part = collect(target, Source(windows(4), "greedy", 6, 0, 0.5), tmp_path / "e", {}, None, silent).tokens()
+    greedy = collect(target, Source(windows(4), "greedy", 6), tmp_path / "f", {}, None, silent).tokens()
+    assert torch.equal(part[:2], plain[:2]) and torch.equal(part[2:], greedy[2:])
+    assert not torch.equal(greedy, plain)
 
 
 def test_collecting_goes_on_where_it_was_stopped(
