@@ -6,7 +6,7 @@ config.json says it twice. Ours, whatever the weights' format:
 
     kind     int8, int4 or int3: per token and head, as quantizer.py rounds.
     tensors  `model.layers.N.self_attn.key_factor` (kv_heads, head_dim) float32 of every layer N that keeps keys.
-    rotated  true: in place of factors `…key_basis` and `…value_basis` (kv_heads, 3, d, d) float32 (basis.py).
+    rotated  true: in place of factors `…key_basis` and `…value_basis` (kv_heads, 3, d, d) float32 (kernels/basis.py).
 
 The tensors have a file of their own in a folder of their own: beside the weights transformers would report them as
 unexpected, and engines that read every *.safetensors of a directory would refuse them.

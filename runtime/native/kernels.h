@@ -72,7 +72,7 @@ struct Heads {
     int64_t cache_kind;
     const float* key_factor;  // [layers][kv_heads][dim]: keys are divided by it before they are quantised; null: 1
     int64_t value_dim = 0;    // dimensions of values; 0: as many as of keys
-    // What keys and values are written in (basis.h): [layers][kv_heads][3][dim][dim], of values their dimensions; null: as they are.
+    // What keys and values are written in (basis.cpp): [layers][kv_heads][3][dim][dim], of values their dimensions; null: as they are.
     const float *key_basis = nullptr, *value_basis = nullptr;
 };
 inline int64_t values_of(const Heads& h) { return h.value_dim ? h.value_dim : h.dim; }

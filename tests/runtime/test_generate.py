@@ -172,7 +172,7 @@ def test_a_seed_s_text(run_folder: Path) -> None:
         (("--max-new-tokens", 0), "max_new_tokens must be"),
         (("--prompt", ""), "prompt must hold"),
         (("--prompt", "x" * 256), "256 tokens, but the target has 256 positions"),
-        (("--kv", "int2"), "the kind of cache must be one of auto, float32, float16, int8, int4, but is 'int2'"),
+        (("--kv", "int2"), "the kind of cache must be one of auto, float32, float16, int8, int4, int3, but is 'int2'"),
         (("--drafter", "model"), "--drafter model needs a draft"),
         (("--drafter", "lookup", "--draft", "anywhere"), "leave out one of the two"),
         (("--drafter", "tree"), "--drafter tree needs a draft"),

@@ -179,9 +179,9 @@ def test_where_states_lie(made: Made, device: str, monkeypatch: pytest.MonkeyPat
     request = cache.open(60)
     given: list[Inputs] = []
 
-    def hidden(cache: GpuCache, blocks: int, inputs: Inputs, *rest: object) -> Tensor:
+    def hidden(cache: GpuCache, blocks: int, inputs: Inputs, *rest: object) -> tuple[Tensor, None]:
         given.append(inputs)
-        return torch.zeros((len(inputs.token), own.hidden_size), device=own.device)
+        return torch.zeros((len(inputs.token), own.hidden_size), device=own.device), None
 
     monkeypatch.setattr(own, "_hidden", hidden)
     rows = Rows.chains([(request, 0, 7)])
