@@ -9,7 +9,7 @@ in so far as looking costs little: a text that begins to repeat itself is for lo
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from runtime.speculative.estimates import OUTLIER, RATE, Curve
+from runtime.speculative.estimates import Curve
 
 # What looks at drafters that are not the best may cost, as a share of all time, and before there is much of that, in
 # rounds.
@@ -21,6 +21,8 @@ _LOOK, _FIRST_LOOK = 3, 8
 # A choice holds for so many rounds, and twice as long each time that it is made again; so does the pause between looks.
 _HOLD, _LONGEST_HOLD = 4, 32
 _PAUSE, _LONGEST_PAUSE = 8, 64
+# How much a round counts in what a drafter's rounds cost, and the longest that drafting may take, in target forwards.
+_COSTS, _SLOWEST = 0.03, 4.0
 # What a round leaves of a text's counts before it, and of those of all texts; how many rounds the latter count for in a
 # text of which nothing is known.
 _FADE, _FADE_ALL, _PRIOR = 0.97, 0.98, 5.0
@@ -49,12 +51,12 @@ class _Cost:
     drafting: float = 0.0
     rounds: int = 0
 
-    def add(self, rows: int, drafting: float) -> None:
+    def add(self, rows: int, drafting: float, rest: float) -> None:
         self.rounds += 1
-        rate = max(RATE, 1 / self.rounds)
-        usual = min(drafting, OUTLIER * self.drafting) if self.rounds > 3 else drafting
+        rate = max(_COSTS, 1 / self.rounds)
         self.rows += rate * (rows - self.rows)
-        self.drafting += rate * (usual - self.drafting)
+        # Where the machine was elsewhere; a chain's own times differ widely, by who of it drafts.
+        self.drafting += rate * (min(drafting, _SLOWEST * rest) - self.drafting)
 
 
 @dataclass
@@ -137,7 +139,7 @@ class Choice:
         self._all[name].add(tokens, _FADE_ALL)
         # The first round after another drafter's is not what it takes: it has read what it missed.
         if not known.unread:
-            self._costs[name].add(rows, drafting)
+            self._costs[name].add(rows, drafting, rest)
         self._target.setdefault(batch, Curve()).add(rows, rest)
         known.unread = False
 
