@@ -6,6 +6,7 @@ start where the codes were chosen, as in LSQ (1902.08153); a code moves when its
 a neighbour's side (as in AdaRound, 2004.10568, with the straight-through estimator for its relaxation).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ from runtime.formats.trellis import decode, signed_levels, state_grid
 _MOST_LEVEL = 127
 
 
-class LearnedLinear(nn.Module):
+class LearnedLinear(nn.Module, ABC):
     """A packed layer whose scales are trained; what its codes are is up to the classes below.
 
     packed  the layer as it was made, (N, K), inputs in their order; its tensors are not changed.
@@ -47,9 +48,9 @@ class LearnedLinear(nn.Module):
         wanted = self.first * (1 + self.gain)
         return blend(wanted, round_scale(wanted.detach(), self.stored), 1.0)
 
+    @abstractmethod
     def steps(self) -> Tensor:
         """(N, K) float32: codes less their zero points, or levels; the weight in units of its scale."""
-        raise NotImplementedError
 
     @property
     def weight(self) -> Tensor:
@@ -63,10 +64,9 @@ class LearnedLinear(nn.Module):
         rounded = _INPUTS[self.start.scheme.activation](x, self.start.scheme.group_size)
         return F.linear(rounded.to(x.dtype), self.weight.to(x.dtype), self.bias)
 
-    @torch.no_grad()
+    @abstractmethod
     def packed(self) -> PackedWeight:
         """The layer as its format has it, without its bias, which is a tensor of its own."""
-        raise NotImplementedError
 
 
 _INPUTS: Mapping[str, Callable[[Tensor, int], Tensor]] = {
