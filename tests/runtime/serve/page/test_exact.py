@@ -41,8 +41,9 @@ PROMPTS = [
 ]
 
 
-def test_coloured_tokens_are_the_engine_s_for_every_drafter(page: Watched, server: Running) -> None:
+def test_coloured_tokens_are_the_engine_s_for_every_drafter(page_with_original: Watched, served: Running) -> None:
     assert len(PROMPTS) == 20
+    page, server = page_with_original, served
     page.open("play")
     generator, ghosts = random.Random(), 0
     for drafter in DRAFTERS:
