@@ -50,6 +50,8 @@ _FIGURES = {
 }
 _LINE = re.compile(r"^\s*(.+?)\s*:\s*(-?[\d.]+)(?:%|\s*±\s*([\d.]+))?", re.MULTILINE)
 _GROUP = 32
+# llama.cpp prints by a thread that it does not wait for at its end, so that the last lines are sometimes lost.
+_TRIES = 20
 
 
 def rounded(model: Path, out: Path) -> Path:
@@ -82,7 +84,17 @@ def theirs(binary: Path, base: Path, other: Path, text: str, window: int, work: 
     plain = ["-c", window, "-ctk", "f32", "-ctv", "f32", "-fa", "off", "-t", "1", "--no-repack"]
     kept = ["--kl-divergence-base", work / "base.kld"]
     _run([binary, "-m", base, "-f", work / "text.txt", *plain, *kept])
-    printed = _run([binary, "-m", other, *plain, *kept, "--kl-divergence"])
+    for _ in range(_TRIES):
+        found = figures(_run([binary, "-m", other, *plain, *kept, "--kl-divergence"]))
+        if found.keys() == set(_FIGURES.values()):
+            return found
+    raise UserError(
+        f"{binary} lost the end of what it prints in {_TRIES} runs; it printed {', '.join(found) or 'nothing'}"
+    )
+
+
+def figures(printed: str) -> dict[str, tuple[float, float]]:
+    """The statistics in what the binary prints: (value, error) by our names; an error that is not printed is 0."""
     found: dict[str, tuple[float, float]] = {}
     for name, value, error in _LINE.findall(printed):
         if name in _FIGURES:
@@ -152,7 +164,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 def show(printed: dict[str, tuple[float, float]], found: dict[str, tuple[float, float]]) -> None:
     """A table of llama-perplexity's figures and ours."""
-    table = Table("figure", "llama-perplexity", "error", "here", "error", "differ by")
+    table = Table("figure", "llama.cpp", "error", "here", "error", "differ by")
     for name, (value, error) in found.items():
         theirs_value, theirs_error = printed[name]
         differ = abs(value / theirs_value - 1) if theirs_value else abs(value)

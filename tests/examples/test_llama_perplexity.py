@@ -39,6 +39,21 @@ def test_statistics_are_llama_perplexitys_to_three_digits(example: ModuleType) -
             assert error == pytest.approx(theirs[name][1], rel=2e-3, abs=1e-6), name
 
 
+def test_a_binary_that_loses_its_last_lines_is_run_again(example: ModuleType, tmp_path: Path) -> None:
+    lines = [f"{name} : {0.25 + i}" + "%" * ("Δp" in name or "top" in name) for i, name in enumerate(example._FIGURES)]
+    (tmp_path / "printed").write_text("\n".join(lines))
+    binary = tmp_path / "llama-perplexity"
+    # Whole at the fourth run; the first of them only writes the base.
+    binary.write_text(f'#!/bin/sh\ncd "{tmp_path}"\necho >> runs\nhead -n $(($(wc -l < runs) * 3)) printed\n')
+    binary.chmod(0o755)
+    found = example.theirs(binary, tmp_path, tmp_path, "text", 512, tmp_path)
+    assert len((tmp_path / "runs").read_text()) == 4 and set(found) == set(example._FIGURES.values())
+    assert found["KL mean"] == (3.25, 0.0) and found["same top"] == (0.0925, 0.0)
+    (tmp_path / "printed").write_text("\n".join(lines[:-1]))
+    with pytest.raises(example.UserError, match="lost the end"):
+        example.theirs(binary, tmp_path, tmp_path, "text", 512, tmp_path)
+
+
 def test_tokens_are_read_from_its_file(example: ModuleType, tmp_path: Path) -> None:
     tokens = np.arange(36, dtype=np.int32)[::-1].reshape(3, 12)
     file = tmp_path / "base.kld"
