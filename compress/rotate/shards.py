@@ -36,6 +36,11 @@ def plan_rotation(
     behind attention or the MLP, parts outside of the blocks that read or write the residual stream in a way that is not
     known, heads that guess further tokens (they read hidden states), sizes without a Hadamard matrix.
     """
+    if structure.body_at:
+        raise UserError(
+            "rotate: expected a language model alone, found towers beside it, which write to the residual stream: "
+            "leave the stage out"
+        )
     _folds(BlockLoader(checkpoint, structure))
     hidden = int(structure.text_config.hidden_size) if residual else 0
     sizes = {int(layer.get_submodule("self_attn").head_dim) for layer in structure.layers}  # type: ignore[arg-type]
@@ -63,11 +68,6 @@ def _folds(loader: BlockLoader) -> list[list[Fold]]:
 
 def _check_outside(checkpoint: Checkpoint, structure: ModelStructure) -> None:
     """Raises UserError unless there is one embedding, one norm and one head outside of the blocks, and nothing else."""
-    if structure.body_at:
-        raise UserError(
-            "rotate.residual: expected a language model alone, found towers beside it, which write to the residual "
-            "stream: set residual: false"
-        )
     draft = next((name for name in checkpoint.names() if structure.is_draft_head(name)), None)
     if draft is not None:
         raise UserError(

@@ -23,6 +23,7 @@ from runtime.checkpoints.open import open_checkpoint
 from runtime.checkpoints.rotation import NORMS, rotation_of
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
+from runtime.models.tiny import tiny_model
 
 Tiny = Callable[..., Path]
 # Tied and untied heads, biases, fused projections, norms with an offset, mixtures.
@@ -134,6 +135,12 @@ def test_what_cannot_be_rotated_is_refused(case: str, tmp_path: Path) -> None:
     if says.startswith("set"):
         key = says.split()[1].removesuffix(":")
         assert plan(checkpoint, structure, Rotate(**{key: False}), 0)
+
+
+def test_a_model_with_towers_is_refused(tmp_path: Path) -> None:
+    tiny_model("mistral3", "Mistral3ForConditionalGeneration").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="found towers beside it"):
+        plan(open_checkpoint(tmp_path), read_structure(tmp_path), Rotate(residual=False), 0)
 
 
 def test_a_rotated_model_is_not_rotated_again(tiny: Tiny, tmp_path: Path) -> None:
