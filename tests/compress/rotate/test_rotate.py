@@ -11,12 +11,14 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from compress.errors import UserError
 from compress.model.structure import read_structure
 from compress.pipeline import compress
 from compress.recipe import Recipe
 from compress.recipe.block_stages import Rotate
+from compress.rotate.__main__ import app
 from compress.rotate.stage import plan, rotate
 from compress.rotate.unfold import unfold
 from runtime.checkpoints.open import open_checkpoint
@@ -225,3 +227,16 @@ def test_a_killed_run_goes_on_with_what_it_has_rotated(tiny: Tiny, tmp_path: Pat
 def test_recipes_that_make_no_sense_are_refused(stages: list[dict[str, Any]], says: str) -> None:
     with pytest.raises(ValidationError, match=says):
         recipe(*stages)
+
+
+def test_the_command_unfolds_and_refuses_in_a_sentence(tiny: Tiny, tmp_path: Path) -> None:
+    runner = CliRunner()
+    model = rotated(tiny("qwen3"), tmp_path / "rotated")
+    done = runner.invoke(app, [str(model), str(tmp_path / "plain")])
+    assert done.exit_code == 0 and "unfolded" in done.output
+    before, back = weights(tiny("qwen3")), weights(tmp_path / "plain")
+    assert max(change(before[name], back[name]) for name in before) < 1e-5
+    again = runner.invoke(app, [str(model), str(tmp_path / "plain")])
+    assert again.exit_code == 2 and "not there yet" in again.output
+    other = runner.invoke(app, [str(tiny("qwen3")), str(tmp_path / "other")])
+    assert other.exit_code == 2 and "nothing is rotated" in other.output and not (tmp_path / "other").exists()
