@@ -128,12 +128,10 @@ def rebase_rows(rows: Tensor, before: Tensor, bases: Bases, after: Tensor | None
 def _rebase_values(layer: nn.Module, fold: Fold, previous: nn.Linear, bases: Bases) -> None:
     if bases.values is None:
         return
-    readers = [layer.get_submodule(name) for name in fold.linears]
-    count = readers[0].in_features // fold.sharing  # type: ignore[operator]
-    rows = slice(fold.start, fold.start + count)  # type: ignore[operator]
+    readers = [layer.get_parameter(f"{name}.weight") for name in fold.linears]
+    rows = slice(fold.start, fold.start + readers[0].shape[1] // fold.sharing)
     previous.weight[rows] = bases.heads(previous.weight[rows].T).T.to(previous.weight.dtype)
     if previous.bias is not None:
         previous.bias[rows] = bases.heads(previous.bias[rows]).to(previous.bias.dtype)
-    for reader in readers:
-        weight = reader.get_parameter("weight")
+    for weight in readers:
         weight.copy_(bases.heads(weight))

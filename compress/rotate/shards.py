@@ -43,11 +43,12 @@ def plan_rotation(
         )
     _folds(BlockLoader(checkpoint, structure))
     hidden = int(structure.text_config.hidden_size) if residual else 0
-    sizes = {int(layer.get_submodule("self_attn").head_dim) for layer in structure.layers}  # type: ignore[arg-type]
-    if values and len(sizes) > 1:
+    attentions = (layer.get_submodule("self_attn") for layer in structure.layers)
+    sizes = {int(attention.head_dim) for attention in attentions} if values else {0}  # type: ignore[arg-type]
+    if len(sizes) > 1:
         raise UserError(f"rotate.values: expected heads of one size in all layers, found {sorted(sizes)}: set it false")
-    check_sizes(hidden, sizes.pop() if values else 0)
-    head_dim = int(structure.layers[0].get_submodule("self_attn").head_dim) if values else 0  # type: ignore[arg-type]
+    head_dim = max(sizes)
+    check_sizes(hidden, head_dim)
     if residual:
         _check_outside(checkpoint, structure)
     tied = any(structure.parameters[name].kind == "head" for name in structure.tied if name in structure.parameters)
