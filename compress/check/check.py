@@ -19,6 +19,7 @@ from compress.check.judging import judge_alone, judge_weights
 from compress.check.opening import Opened, open_loosely
 from compress.check.originals import Originals
 from compress.check.quantization import check_quantization
+from compress.check.rotated import in_basis
 from compress.check.texts import check_texts
 from compress.errors import UserError
 from compress.progress import Progress, silent
@@ -47,8 +48,10 @@ def check(
     began = time.monotonic()
     opened = open_loosely(folder)
     source = None if original is None else _open_original(original)
-    originals = None if source is None else Originals(source)
     findings = list(opened.findings)
+    if source is not None:
+        source = in_basis(opened, source, findings)
+    originals = None if source is None else Originals(source)
     structure = structure_of(opened, findings)
     findings += check_names(opened, structure, originals)
     examined = list(examine(opened, originals, progress, findings))

@@ -25,6 +25,7 @@ from compress.model.block_loader import BlockLoader
 from compress.model.structure import read_structure
 from compress.progress import Progress
 from runtime.checkpoints.directory import Checkpoint
+from runtime.checkpoints.rotation import rotation_of
 from runtime.checkpoints.safetensors import Entry, Shards
 from runtime.errors import UserError as RuntimeFloorError
 from runtime.sampling.detokenize import encode_plain, read_tokenizer
@@ -141,7 +142,9 @@ def run_text(
         return None, [_not_run(str(error))]
     try:
         ours = Side(opened, source.path if opened.header is not None else opened.path, ids)
-        theirs = Side(source, source.path, ids)
+        # Turned like ours the original may have a head of its own, as our config.json says.
+        turned = rotation_of(source.config) == rotation_of(opened.config) is not None
+        theirs = Side(source, opened.path if turned else source.path, ids)
         if ours.structure.count != theirs.structure.count:
             return None, [_not_run(f"it has {ours.structure.count} blocks, the original {theirs.structure.count}")]
         return _compare(ours, theirs, name, progress)

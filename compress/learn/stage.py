@@ -88,7 +88,7 @@ def run(stage: Learn, context: StageContext, out: Path) -> dict[str, Any]:
     `kept`, which candidate is written; `moved`, the share of the codes that changed; `held_out_kl` of both.
     Raises UserError for layers that cannot be trained so, and for whatever stops the loop.
     """
-    learned = LearnedModel.load(context.model, context.original, stage, context.device)
+    learned = LearnedModel.load(context.model, context.unpacked or context.original, stage, context.device)
     teacher = float_model.load(context.original, context.device)
     task = LearnTask(learned, teacher, context.held_out, stage, context.settings.autocast)
     batches = PackedBatches(context.tokens, context.settings)

@@ -11,6 +11,7 @@ from compress.artifact import safetensors
 from compress.artifact.files import copy_synced, write_json
 from compress.model.plan import Plan
 from runtime.cache import scheme
+from runtime.checkpoints import rotation
 from runtime.formats import hf_config
 from runtime.formats.schemes import SCHEMES
 
@@ -28,8 +29,9 @@ _COMPUTE = ("float32", "float16", "bfloat16")
 
 def copy_companions(source: Path, target: Path) -> None:
     """Copies tokenizer, generation config and licence: known file names only."""
-    for name in _COMPANIONS:
+    for name in (*_COMPANIONS, rotation.NORMS):
         if (source / name).is_file():
+            (target / name).parent.mkdir(exist_ok=True)
             copy_synced(source / name, target / name)
 
 

@@ -24,7 +24,7 @@ from compress.artifact.files import write_atomic
 from compress.context import RunContext
 from compress.export import serve
 from compress.model.plan import make_plan
-from compress.pipeline import exports, forecast, forecast_training, passes
+from compress.pipeline import exports, forecast, forecast_training, passes, rotated
 from compress.pipeline.inputs import RunInputs, open_inputs
 from compress.progress import silent, unsaid
 from compress.recipe import Recipe
@@ -95,6 +95,7 @@ def _run(context: RunContext, report: Report | None, world: World) -> Artifact:
     progress("check", 0, 1)
     inputs = open_inputs(context)
     passes.check_processes(recipe, world)
+    rotation = rotated.check(inputs)
     # What is packed in the end is planned, and so checked, before any work, even where training comes first.
     # Pruned and healed weights have the original's names; of mixed precision, open still, every layer is int4.
     plan = make_plan(inputs.target.shapes(), inputs.structure, recipe.quantize, changed=recipe.changes)
@@ -111,6 +112,8 @@ def _run(context: RunContext, report: Report | None, world: World) -> Artifact:
     need = forecast.forecast(inputs.target, plan, None if planned is None else planned.blocks, copied)
     sizes = forecast_training.Sizes.of(inputs.target, plan, inputs.structure, inputs.draft)
     need = forecast_training.with_training(need, recipe, sizes)
+    if rotation is not None:
+        need = forecast.with_rotation(need, inputs.target, inputs.structure, rotation.untied)
     mapped = forecast.check(need, place.folder, context.memory_budget)
     context.note(need.line(mapped))
     samples = _samples(inputs, planned)

@@ -9,7 +9,7 @@ import re
 import shutil
 import timeit
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from compress.calibration.activations import matmul_precision
 from compress.errors import UserError
 from compress.model.plan import Plan
 from compress.model.source import Source
+from compress.model.structure import ModelStructure
 from compress.pipeline.sequential import BlockPlan
 from compress.quantize import rtn
 from runtime.checkpoints.architecture import describe
@@ -29,7 +30,7 @@ from runtime.formats.schemes import SCHEMES
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*")
-_FLOAT = 4
+_FLOAT, _DOUBLE = 4, 8
 # Copies of the largest layer that an algorithm works with, and of its statistics (factors of a Hessian in float64).
 _LAYER_COPIES, _HESSIAN_COPIES = 5, 4
 # Of the speed of one large product: attention, norms and elementwise work are slower.
@@ -110,6 +111,29 @@ def forecast(source: Source, plan: Plan, blocks: BlockPlan | None, copied: int =
     rounded = sum(numbers[name] for name in plan.layers)
     seconds = compute_seconds(flops) + rounded * _seconds_per_weight(plan) + moved / _DISK_RATE
     return Forecast(memory + resident(), held, disk, seconds)
+
+
+def with_rotation(need: Forecast, source: Source, structure: ModelStructure, untied: bool) -> Forecast:
+    """The forecast of a run that puts the model into another basis first: a plain copy, a block of it at a time.
+
+    untied  whether the embedding is in that copy twice.
+    """
+    itemsize = source.item_sizes()
+    numbers = {name: math.prod(shape) for name, shape in source.shapes().items()}
+    blocks: dict[int, int] = {}
+    for name, count in numbers.items():
+        if (number := structure.block(name)) is not None:
+            blocks[number] = blocks.get(number, 0) + count
+    largest = max(numbers.values())
+    # A block in float32 and as it will be stored; a tensor in float64, before, within and after each product.
+    memory = max(blocks.values()) * 2 * _FLOAT + largest * 3 * _DOUBLE
+    copy = sum(count * itemsize[name] for name, count in numbers.items()) + (largest * _FLOAT if untied else 0)
+    return replace(
+        need,
+        memory=max(need.memory, memory + resident()),
+        disk=need.disk + 2 * copy,
+        seconds=need.seconds + 4 * copy / _DISK_RATE,
+    )
 
 
 def _numbers_of_token(config: Any) -> int:

@@ -5,6 +5,7 @@ prune, heal              a pass that prunes, then training, whose result is mode
 prune, heal, quantize    the same, then a second pass over what was healed
 ternary, qat             training first, unless there is something to prune
 quantize, learn          one pass, then training of what it has packed
+rotate, …                the original in another basis first, which takes its place
 """
 
 import shutil
@@ -25,7 +26,7 @@ from compress.model.block_loader import BlockLoader
 from compress.model.plan import Plan, check_shared, make_plan
 from compress.model.source import Source
 from compress.model.structure import read_structure
-from compress.pipeline import sequential
+from compress.pipeline import rotated, sequential
 from compress.pipeline.inputs import RunInputs
 from compress.pipeline.sequential import BlockPlan, BlockResults, plan_blocks, release
 from compress.recipe import Recipe
@@ -103,8 +104,10 @@ def make_model(planned: Pass | None, inputs: RunInputs, journal: Journal, mapped
     model = journal.folder / "model"
     # What a run that was killed in here has left is made again, as a whole.
     _clear(model)
-    made, out, trained = ModelResult(), inputs.target.path, weights_trained(inputs.context.recipe)
+    target = rotated.target(inputs, journal)
+    made, out, trained = ModelResult(), target.path, weights_trained(inputs.context.recipe)
     if planned is not None:
+        planned = planned if target is inputs.target else plan_pass(target, planned.recipe, inputs)
         plain = journal.folder / STAGES / "pruned"
         wanted: Path | None = model
         if trained:
@@ -114,7 +117,7 @@ def make_model(planned: Pass | None, inputs: RunInputs, journal: Journal, mapped
         release()
         out = plain if plain.exists() else out
     if not trained:
-        return _learn(made, inputs, journal)
+        return _learn(made, inputs, journal, target.path)
     for index in trained:
         finished = _train(index, out, inputs, journal)
         out = finished.out
@@ -131,10 +134,10 @@ def make_model(planned: Pass | None, inputs: RunInputs, journal: Journal, mapped
     made.layers, made.left_alone = known.layers, known.left_alone
     made.experts += known.experts
     made.pruned = results.linears if made.pruned else ()
-    return _learn(made, inputs, journal)
+    return _learn(made, inputs, journal, target.path)
 
 
-def _learn(made: ModelResult, inputs: RunInputs, journal: Journal) -> ModelResult:
+def _learn(made: ModelResult, inputs: RunInputs, journal: Journal, unpacked: Path) -> ModelResult:
     """Trains what model/ is made of, where the recipe says so, and puts the result in its place.
 
     What is known of layers stays as it was when their codes were chosen, but for their outputs' errors: on the way to
@@ -143,7 +146,7 @@ def _learn(made: ModelResult, inputs: RunInputs, journal: Journal) -> ModelResul
     model = journal.folder / "model"
     for index, stage in enumerate(inputs.context.recipe.stages):
         if stage.learn is not None:
-            finished = _train(index, model, inputs, journal)
+            finished = _train(index, model, inputs, journal, unpacked)
             _clear(model)
             copy_folder(finished.out, model)
             _remember(made, stage.kind, finished.report)
@@ -210,7 +213,9 @@ def copy_folder(source: Path, target: Path) -> None:
     sync_folder(target)
 
 
-def _train(index: int, model: Path, inputs: RunInputs, journal: Journal) -> contract.StageResult:
+def _train(
+    index: int, model: Path, inputs: RunInputs, journal: Journal, unpacked: Path | None = None
+) -> contract.StageResult:
     stage, text = inputs.context.recipe.stages[index], inputs.training_texts[index]
     home = contract.place(journal.folder, index, stage.kind)
     if home.name in journal.stages:
@@ -218,7 +223,7 @@ def _train(index: int, model: Path, inputs: RunInputs, journal: Journal) -> cont
     drafting = journal.folder / "draft"
     draft = drafting if drafting.is_dir() else inputs.draft.path if inputs.draft is not None else None
     texts = journal.folder / STAGES
-    context = _stage_context(index, model, draft, texts, home / "work", inputs)
+    context = replace(_stage_context(index, model, draft, texts, home / "work", inputs), unpacked=unpacked)
     if _beside(stage.kind):
         context = replace(context, pack=partial(_pack, inputs, journal))
     current().share((index, model, draft, texts))

@@ -25,7 +25,7 @@ import yaml
 from pydantic import Field, StrictBool, StrictInt, StrictStr, ValidationError, field_validator, model_validator
 
 from compress.errors import UserError
-from compress.recipe.block_stages import Prune, Quantize, Smooth, Strict
+from compress.recipe.block_stages import Prune, Quantize, Rotate, Smooth, Strict
 from compress.recipe.exports import check_exports
 from compress.recipe.renamed import with_new_names
 from compress.recipe.stages import ORDER, Stage, check_order
@@ -35,7 +35,7 @@ from compress.recipe.training import Budget
 _SCHEMES_NOT_BUILT = ("nested",)
 # Our own validators put the key that they speak of in front.
 _KEYED = re.compile(
-    r"(scheme|group_size|symmetric|method|layers|act_order|damping|drift|search|observer|bits_per_weight|head|sparsity|pattern|share|"
+    r"(scheme|group_size|symmetric|method|layers|act_order|damping|drift|residual|search|observer|bits_per_weight|head|sparsity|pattern|share|"
     r"minutes|joint): "
 )
 
@@ -159,6 +159,11 @@ class Recipe(Strict):
     @property
     def prunes(self) -> tuple[Prune, ...]:
         return tuple(stage.prune for stage in self.stages if stage.prune is not None)
+
+    @property
+    def rotate(self) -> Rotate | None:
+        """The stage that rotates, if there is one."""
+        return next((stage.rotate for stage in self.stages if stage.rotate is not None), None)
 
     @property
     def trains(self) -> bool:
@@ -324,4 +329,4 @@ def _mapping(annotation: Any) -> type[Strict] | None:
     return next((found for part in get_args(annotation) if (found := _mapping(part)) is not None), None)
 
 
-__all__ = ["KeyValue", "Prune", "Quantize", "Recipe", "Smooth", "Stage", "built_in"]
+__all__ = ["KeyValue", "Prune", "Quantize", "Recipe", "Rotate", "Smooth", "Stage", "built_in"]

@@ -298,6 +298,23 @@ class Prune(Strict):
         return self
 
 
+class Rotate(Strict):
+    """A stage that turns the model into another basis, in which its numbers are more alike; its answers stay.
+
+    residual  the residual stream. A head that is the embedding becomes a table of its own.
+    values    each head's values.
+    """
+
+    residual: StrictBool = True
+    values: StrictBool = True
+
+    @model_validator(mode="after")
+    def _something(self) -> "Rotate":
+        if not self.residual and not self.values:
+            raise ValueError("residual: expected residual or values to be rotated, found neither")
+        return self
+
+
 class Smooth(Strict):
     """A stage that moves the range of activations into the weights before them (SmoothQuant).
 

@@ -3,11 +3,11 @@
 from pydantic import model_validator
 
 from compress.recipe.block_draft import BlockDraft
-from compress.recipe.block_stages import MIXABLE, Prune, Quantize, Smooth, Strict
+from compress.recipe.block_stages import MIXABLE, Prune, Quantize, Rotate, Smooth, Strict
 from compress.recipe.training import TrainingStage
 from compress.recipe.training_stages import Draft, Heal, Learn, Medusa, Qat, Ternary
 
-ORDER = ("prune", "heal", "smooth", "quantize", "learn", "ternary", "qat", "draft", "medusa", "block_draft")
+ORDER = ("prune", "heal", "rotate", "smooth", "quantize", "learn", "ternary", "qat", "draft", "medusa", "block_draft")
 # Stages that make the weights of which the artifact consists: one of them at most.
 _PACKING = ("quantize", "ternary", "qat")
 _ONCE = tuple(kind for kind in ORDER if kind != "prune")
@@ -18,6 +18,7 @@ class Stage(Strict):
 
     prune: Prune | None = None
     heal: Heal | None = None
+    rotate: Rotate | None = None
     smooth: Smooth | None = None
     quantize: Quantize | None = None
     learn: Learn | None = None
@@ -64,8 +65,10 @@ def check_order(stages: tuple[Stage, ...]) -> None:
         raise ValueError("expected a prune stage before heal, which wins back what pruning costs, found none")
     if "learn" in kinds:
         _check_learned(stages, kinds)
+    if "rotate" in kinds and "prune" in kinds:
+        raise ValueError("expected no prune beside rotate, which would fill what it has emptied, found both")
     joint = any(stage.medusa is not None and stage.medusa.kind == "medusa-2" for stage in stages)
-    other = next((kind for kind in kinds if kind in ("prune", "heal", "learn", "ternary", "qat")), None)
+    other = next((kind for kind in kinds if kind in ("prune", "heal", "rotate", "learn", "ternary", "qat")), None)
     if joint and other:
         raise ValueError(
             f"expected quantize alone before medusa of kind medusa-2, which trains the original and packs it again, "

@@ -93,6 +93,7 @@ class StageContext:
     work       the stage's own folder for checkpoints.
     pack       packs a plain directory as the run has packed the original: pack(plain, out) writes `out`, which is not
                there yet. None for stages before packing.
+    unpacked   learn: what was packed, the original or that in another basis. None: the original.
     """
 
     run: RunContext
@@ -105,6 +106,7 @@ class StageContext:
     settings: Settings
     budget: Budget
     pack: Callable[[Path, Path], None] | None = None
+    unpacked: Path | None = None
 
     @property
     def device(self) -> str:
@@ -167,12 +169,17 @@ def run_stage(stage: Stage, home: Path, journal: Journal, context: StageContext,
             with path.open("rb") as file:
                 files.sync(file)
     files.rename(making, out)
-    files.sync_folder(home)
-    journal.stages[home.name] = {"files": files.listed(out), "report": report}
-    journal.note()
+    keep(home, journal, report)
     # Its checkpoints are of no more use.
     shutil.rmtree(context.work)
     return StageResult(out, report)
+
+
+def keep(home: Path, journal: Journal, report: dict[str, Any]) -> None:
+    """Puts a stage whose `out/` is there into the journal."""
+    files.sync_folder(home)
+    journal.stages[home.name] = {"files": files.listed(home / "out"), "report": report}
+    journal.note()
 
 
 def work(stage: Stage, context: StageContext, out: Path) -> dict[str, Any]:

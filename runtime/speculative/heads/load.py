@@ -10,6 +10,7 @@ from torch import Tensor
 from runtime.checkpoints.heads.open import PublishedHead, open_head
 from runtime.checkpoints.heads.record import HeadDescription, HeadKind
 from runtime.checkpoints.open import open_checkpoint
+from runtime.checkpoints.rotation import rotation_of
 from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel, join, linear
 from runtime.kernels.joined import Linear
@@ -29,7 +30,8 @@ def load_head(folder: Path, kind: HeadKind, target: "Model") -> Head:
     """The head in a folder, for a target on Specpress' own kernels.
 
     Raises UserError for files that are missing, damaged or of another layout or kind, for a head that was made for
-    another target (its hidden size, its vocabulary, layers that the target has not), and for a target that others run.
+    another target (its hidden size, its vocabulary, layers that the target has not), for a target that others run, and
+    for one whose hidden states are rotated.
     """
     decoder = target.decoder
     if not isinstance(decoder, BaseDecoder):
@@ -38,6 +40,12 @@ def load_head(folder: Path, kind: HeadKind, target: "Model") -> Head:
             "run this target; use another drafter"
         )
     published = open_head(folder, kind)
+    rotation = rotation_of(open_checkpoint(target.path).config)
+    if rotation is not None and rotation.residual:
+        raise UserError(
+            f"{folder.name}: the head reads hidden states as the original has them, and those of {target.path.name} "
+            "are rotated; use another drafter, or a target of a recipe with residual: false under rotate"
+        )
     require_target(published.about, folder.name, target.path.name, decoder)
     layer = own_layer(folder, published.own_block, target) if published.own_block else None
     return _Maker(published, decoder).head(target.path, layer)

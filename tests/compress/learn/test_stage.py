@@ -192,8 +192,18 @@ def loaded_by_transformers(model: Path) -> dict[str, Tensor]:
     return {name: module.weight.detach() for name, module in theirs.named_modules() if name.endswith("_proj")}
 
 
-@pytest.mark.parametrize(("name", "form"), [("int4", "gptq"), ("int2", "compressed-tensors")])
-def test_a_recipe_runs_it_and_its_exports_hold_the_same_codes(tiny: Tiny, tmp_path: Path, name: str, form: str) -> None:
+@pytest.mark.parametrize(
+    ("before", "name", "form"),
+    [
+        ([], "int4", "gptq"),
+        ([], "int2", "compressed-tensors"),
+        ([{"rotate": {}}], "int4", "gptq"),
+        ([{"rotate": {}}], "int2", "compressed-tensors"),
+    ],
+)
+def test_a_recipe_runs_it_and_its_exports_hold_the_same_codes(
+    tiny: Tiny, tmp_path: Path, before: list[dict[str, Any]], name: str, form: str
+) -> None:
     source = tmp_path / "code.txt"
     source.write_text("\n".join(f"def double_{i}(value):\n    return value * {i % 17} + {i}" for i in range(300)))
     kept: list[RunFacts] = []
@@ -204,14 +214,17 @@ def test_a_recipe_runs_it_and_its_exports_hold_the_same_codes(tiny: Tiny, tmp_pa
 
     training = {"tokens": 512, "batch": 4, "length": 16, "save_every": 8, "evaluate_every": 8}
     quantize = {"scheme": name, "group_size": 32, "method": "gptq", "act_order": True}
-    stages = [{"quantize": quantize}, {"learn": {"training": training}}]
+    stages = [*before, {"quantize": quantize}, {"learn": {"training": training}}]
     recipe = Recipe.model_validate({"name": "own", "stages": stages})
     options: dict[str, Any] = {"calib": str(source), "seq_len": 32, "eval_tokens": 64, "samples": 2, "threads": 1}
     artifact = compress(tiny("llama"), recipe, tmp_path / "out", report=report, **options)
     artifact.verify()
     [facts] = kept
     assert len(facts.layers) == 14 and {layer.scheme for layer in facts.layers} == {name}
-    assert facts.calibration["training"]["learn"]["kept"] in ("learned", "plain")
+    learned = facts.calibration["training"]["learn"]
+    assert learned["kept"] in ("learned", "plain")
+    # What is learned is near the original, in whatever basis.
+    assert 0 < learned["held_out_kl"]["plain"] < (0.5 if name == "int2" else 0.1)
     assert all(layer.output_error is None for layer in facts.layers)
     made = export(form, artifact.model, tmp_path / "export")
     assert not made.losses

@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 
 from compress.errors import UserError
+from compress.model.source import Source
+from compress.model.structure import read_structure
 from compress.pipeline import compress, forecast
 from compress.pipeline.forecast import Forecast, parse_size
-from compress.recipe import Recipe
+from compress.recipe import Recipe, Rotate
+from compress.rotate.stage import plan, rotate
+from runtime.checkpoints.open import open_checkpoint
 
 Tiny = Callable[..., Path]
 NEED = Forecast(memory=3_000_000_000, held=500_000_000, disk=8_000_000_000, seconds=300)
@@ -52,6 +56,16 @@ def test_activations_go_to_a_file_where_they_outgrow_the_budget(
     assert "activations in memory" in NEED.line(False) and "3.5 GB of memory" in NEED.line(False)
     assert "activations in a file" in NEED.line(True) and "3.0 GB of memory" in NEED.line(True)
     assert "8.0 GB of disk" in NEED.line(True) and "about 5 min" in NEED.line(True)
+
+
+def test_a_rotation_needs_room_for_its_copy(tiny: Tiny, tmp_path: Path) -> None:
+    source = Source("tiny", open_checkpoint(tiny("llama")))
+    structure = read_structure(source.path)
+    record = plan(source.checkpoint, structure, Rotate(), 0)
+    rotate(source.checkpoint, structure, record, tmp_path / "out", 1 << 30)
+    need = forecast.with_rotation(NEED, source, structure, record.untied)
+    copy = open_checkpoint(tmp_path / "out").bytes_on_disk()
+    assert 0.99 * 2 * copy < need.disk - NEED.disk < 1.2 * 2 * copy and need.seconds > NEED.seconds
 
 
 def test_what_cannot_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
         ("about: 2001-99-99\n" + MINIMAL, "expected YAML in UTF-8, found something else (month"),
         ("stages:\n  - quantize: {scheme: nf4, targets: [7]}\n", "quantize.targets.0: expected a string, found 7"),
         ("stages:\n  - quantize: {scheme: int4, head: int8}\n", "quantize.head: expected keep with scheme int4"),
-        ("stages: []\n", "stages: expected at least one of prune, heal, smooth, quantize"),
+        ("stages: []\n", "stages: expected at least one of prune, heal, rotate, smooth, quantize"),
         ("stages:\n  - quantize: {scheme: nf4}\n  - quantize: {scheme: nf4}\n", "at most one quantize stage, found 2"),
         ("stages: nf4\n", "stages"),
         ("stages: [nf4]\n", "stages.0: expected a mapping, found 'nf4'"),
@@ -146,9 +146,9 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
         ("kv: {scheme: int8, rotated: true}\n", "kv: expected int4 or int3 beside rotated: true"),
         (
             "stages:\n  - prun: {}\n",
-            "stages.0.prun: unknown key, expected one of prune, heal, smooth, quantize",
+            "stages.0.prun: unknown key, expected one of prune, heal, rotate, smooth, quantize",
         ),
-        ("stages:\n  - {}\n", "stages.0: expected a mapping with one of prune, heal, smooth, quantize"),
+        ("stages:\n  - {}\n", "stages.0: expected a mapping with one of prune, heal, rotate, smooth, quantize"),
         (
             "stages:\n  - {smooth: {alpha: 0.5}, quantize: {scheme: int4}}\n",
             "found quantize and smooth: correct it",
@@ -166,7 +166,7 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
         ("stages:\n  - smooth: {alpha: 0.5}\n", "expected a quantize stage after smooth"),
         (
             "stages:\n  - quantize: {scheme: int4}\n  - prune: {method: wanda, sparsity: 0.5}\n",
-            "stages: expected the order prune, heal, smooth, quantize",
+            "stages: expected the order prune, heal, rotate, smooth, quantize",
         ),
         ("stages:\n  - heal: {}\n", "stages: expected a prune stage before heal, which wins back"),
         ("stages:\n  - heal: {}\n  - prune: {method: depth, share: 0.5}\n", "stages: expected the order prune, heal"),

@@ -1,6 +1,7 @@
 """Drafters of published heads: their drafts against a plain computation, texts that no head changes, refusals."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -335,6 +336,21 @@ def test_wrong_tensors(target: Model, folders: dict[str, Path], tmp_path: Path) 
 def test_a_target_that_transformers_runs_gives_no_states(folders: dict[str, Path], tiny: Tiny) -> None:
     with pytest.raises(UserError, match="use another drafter"):
         load_head(folders["eagle3"], "eagle3", load(tiny("gpt2")))
+
+
+@pytest.mark.parametrize("residual", [64, 0])
+def test_a_target_whose_states_are_rotated_takes_no_head_of_its_original(
+    residual: int, folders: dict[str, Path], target: Model, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(target.path, tmp_path / "rotated"))
+    config = json.loads((folder / "config.json").read_text())
+    config["specpress"] = {"rotation": {"residual": residual, "values": 16, "seed": 0, "untied": False}}
+    (folder / "config.json").write_text(json.dumps(config))
+    if residual:
+        with pytest.raises(UserError, match="those of rotated are rotated; use another drafter"):
+            load_head(folders["eagle3"], "eagle3", load(folder))
+    else:
+        assert load_head(folders["eagle3"], "eagle3", load(folder))
 
 
 def test_a_narrow_head_needs_tables_of_its_own(target: Model, tmp_path: Path) -> None:
