@@ -97,7 +97,7 @@ class Out:
     """logits (n, vocabulary) float32 and final hidden states (n, hidden) float32 of the n rows that were asked for.
 
     taken  (T, taps · hidden) float32, of a decoder with `taps` (TakesStates): its residual stream behind so many of its
-           layers, side by side in the order of the taps, for every row of the forward.
+           layers, side by side in the order of the taps, for every row of the forward; no later forward writes there.
     """
 
     logits: Tensor

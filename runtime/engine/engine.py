@@ -64,9 +64,9 @@ class Engine:
         self._rule, self._cache = rule, cache
         # Whoever drafts: nothing is asked for where it could not be taken back.
         self._drafters = Drafters(drafter, 0 if no_drafts(decoder) else draft_length, lenient)
-        decoder = self._decoder = with_taps(decoder, self._drafters.readers.taps)
+        self._decoder, self._tapped = with_taps(decoder, self._drafters.readers.taps)
         # Looked up once: to compare a decoder with a protocol takes as long as a twentieth of a small model's forward.
-        self._on_device = decoder if isinstance(decoder, DeviceRounds) else None
+        self._on_device = self._tapped if isinstance(self._tapped, DeviceRounds) else None
         self._max_batch = max_batch
         self.clock = Clock() if clock is None else clock
         self._running: list[RequestState] = []
@@ -232,7 +232,7 @@ class Engine:
         self, batch: Sequence[ScheduledRequest], drafts: list[Draft], deferred: DeferredRound | None
     ) -> tuple[Out, list[int], list[Draft]]:
         """The target's output, its token at each row of logits, and the drafts, all of them known now."""
-        target = (self._decoder, self._on_device, self._cache)
+        target = (self._tapped if self._drafters.reads(batch) else self._decoder, self._on_device, self._cache)
         out, tokens, drafted = run_forward(*target, batch, drafts, deferred, self._rule)
         if deferred is not None:
             drafts = self._drafters.settle(deferred, drafted, self._decoder.vocab_size)

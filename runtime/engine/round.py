@@ -36,6 +36,7 @@ class Proposer:
     """A drafter under its name in an engine: it drafts at most `most` tokens a round, or what its controller says.
 
     among, choice  those that draft in its place, by name, and who chooses of them; None: it drafts itself.
+    resting        whether its controller rests this round: it is told of nothing, and reads no states.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Proposer:
     most: int = LONGEST
     among: Mapping[str, "Proposer"] = field(default_factory=dict)
     choice: Choice | None = None
+    resting: bool = False
 
     def __post_init__(self) -> None:
         self.drafts = not isinstance(self.drafter, NoDrafter)

@@ -222,7 +222,7 @@ class BlockTextStruct(Structure):
     _fields_ = [
         *_all(c_void_p, "keys_values", "last"),
         *_all(c_int64, "capacity", "held", "end"),
-        ("unread", c_void_p),
+        *_all(c_void_p, "unread", "at"),
         ("fresh", c_int64),
         ("embedded", c_void_p),
         *_all(c_int64, "token", "budget"),

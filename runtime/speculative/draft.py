@@ -169,8 +169,9 @@ class Drafter(Protocol):
 class TakenStates:
     """The target's hidden states of the tokens at positions start, start + 1, … of a request's text.
 
-    states  (n, taps · hidden) float32 on the target's device, as contract.Out.taken has them; good until its next
-            forward. Only of tokens that are in the text for good: pieces of the prompt, and what was accepted.
+    states  (n, taps · hidden) float32 on the target's device, as contract.Out.taken has them: a part of its forward's
+            tensor, which stays as it is. Only of tokens that are in the text for good: pieces of the prompt, and what
+            was accepted.
     """
 
     request: Request
@@ -199,9 +200,10 @@ class StateReader(Protocol):
     def read(self, taken: Sequence[TakenStates]) -> None:
         """Called after each forward, before `observe`, for those of its requests that go on.
 
-        The states of a request come in the order of its text, each once, unless there are none: those of a prefix that
-        was taken over from the cache never come, so that there may be none yet when it is drafted for, and a request
-        that gave its place back (`close`) begins anew.
+        The states of a request come in the order of its text, each once. Some never come: those of a prefix that was
+        taken over from the cache, so that there may be none yet when it is drafted for, and those of rounds in which it
+        was settled that nothing is drafted, though the last round before a draft is read in any case. A request that
+        gave its place back (`close`) begins anew.
         """
 
 
