@@ -1,6 +1,6 @@
 """The structs that pass to and from the compiled library (kernels.h, decoder.h), as ctypes has them."""
 
-from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
 from typing import Any
 
 
@@ -192,6 +192,12 @@ class TakenStruct(Structure):
     """decoder.h, Taken."""
 
     _fields_ = [("count", c_int64), *_all(c_void_p, "taps", "out")]
+
+
+class ChainNoiseStruct(Structure):
+    """decoder.h, ChainNoise."""
+
+    _fields_ = [("temperature", c_double), ("steps", c_void_p)]
 
 
 class BlockNetworkStruct(Structure):

@@ -135,14 +135,27 @@ class Draft:
 class Outcome:
     """What became of a draft: `path` are the accepted indices in draft order; `length` = len(path).
 
-    `hidden` are the target's hidden states (length + 1, hidden) of the last token before the draft and of each accepted
-    one, good until its next forward; the request's `tokens` already hold the accepted tokens and the one it added.
+    The request's `tokens` already hold the accepted tokens and the one it added.
+
+    states  the target's hidden states, if it gives any, good until its next forward: (length + 1, hidden) of the last
+            token before the draft and of each accepted one; with `first` those of a whole round, where that is the row
+            of the last token and the draft's n follow.
     """
 
     request: Request
     path: list[int]
     length: int
-    hidden: Tensor | None = None
+    states: Tensor | None = None
+    first: int | None = None
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """(length + 1, hidden), cut out when it is asked for: most drafters never do."""
+        if self.states is None or self.first is None:
+            return self.states
+        if self.path == [*range(self.length)]:
+            return self.states[self.first : self.first + self.length + 1]
+        return self.states[[self.first, *(self.first + 1 + i for i in self.path)]]
 
 
 def parts(name: str) -> list[str]:
