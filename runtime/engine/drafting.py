@@ -172,7 +172,9 @@ class Drafters:
         All prompts are read, which hardly costs anything; of texts that go on those whose drafter does not rest.
         """
         readers = self.readers.by_proposer
-        return any(part.state.asked in readers and not (part.decoding and part.state.asked.resting) for part in batch)
+        return bool(readers) and any(
+            part.state.asked in readers and not (part.decoding and part.state.asked.resting) for part in batch
+        )
 
     def read(
         self,
