@@ -81,7 +81,7 @@ def medusa_heads(model: "Model", count: int = 3) -> "Heads":
     assert isinstance(decoder, BaseDecoder)
     size, vocab = decoder.hidden_size, decoder.vocab_size
     choices = tuple(tuple([0] * depth) for depth in range(1, count + 1))
-    about = Description(count, 1, True, size, vocab, choices, "")
+    about = Description(count, 1, size, vocab, True, choices, "")
     first = linear(_drawn((count * size, size)), None, decoder.kernel)
     heads = tuple(Head((), linear(_drawn((size, size)), None, decoder.kernel)) for _ in range(count))
     return Heads(about, first, heads, decoder.parts.head)
