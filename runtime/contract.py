@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 CacheKind = Literal["float32", "float16", "int8", "int4", "int3"]
@@ -97,7 +98,7 @@ class Out:
     """logits (n, vocabulary) float32 and final hidden states (n, hidden) float32 of the n rows that were asked for.
 
     taken  (T, taps · hidden) float32, of a decoder with `taps` (TakesStates): its residual stream behind so many of its
-           layers, side by side in the order of the taps, for every row of the forward.
+           layers, side by side in the order of the taps, for every row of the forward; no later forward writes there.
     """
 
     logits: Tensor
@@ -265,4 +266,36 @@ class GreedyChains(Protocol):
         Raises FloatingPointError where `forward` would give logits with a NaN, an infinity, or nothing above −inf; the
         cache may then hold any of the tokens. Raises TypeError and ValueError as `forward`; ValueError for rows that
         are no chains, for `steps` that are not 1 or more for each request, and a `limit` that is not in 1..vocabulary.
+        """
+
+
+@dataclass(frozen=True)
+class ChainNoise:
+    """How a chain is sampled: each token is the first of sampling.noise.race.
+
+    temperature  above 0.
+    steps        of each token exponential noise, contiguous float64 of as many numbers as tokens take part, or more.
+    """
+
+    temperature: float
+    steps: Sequence[NDArray[np.float64]]
+
+
+@runtime_checkable
+class SampledChains(GreedyChains, Protocol):
+    """What a decoder may offer besides: a whole sampled draft in one call."""
+
+    def continue_sampled(
+        self,
+        tokens: Tensor,
+        rows: Rows,
+        cache: Cache,
+        steps: Sequence[int],
+        limit: int,
+        noise: Sequence[ChainNoise | None],
+    ) -> Tensor:
+        """`continue_greedy`, but that a request with noise is sampled by it. A token that a rounding decides may be
+        another one than `race` finds.
+
+        Raises ValueError where there is not as much noise as tokens are asked for.
         """

@@ -160,7 +160,7 @@ def collect(
 def _states(decoder: Decoder, windows: Tensor, taps: Sequence[int]) -> Tensor:
     """(n, length, hidden), or taps · hidden, float32 on the CPU."""
     length, found, nothing = windows.shape[1], [], torch.empty(0, dtype=torch.int64)
-    decoder = with_taps(decoder, taps)
+    _, decoder = with_taps(decoder, taps)
     cache = decoder.new_cache()
     for window in windows:
         handle = cache.open(length)

@@ -157,7 +157,7 @@ class Drafters:
         """Tells each drafter what became of its requests' round."""
         told: dict[Proposer, list[Outcome]] = {}
         for part, outcome in zip(batch, outcomes, strict=True):
-            if outcome is not None and part.state.asked.drafts:
+            if outcome is not None and part.state.asked.drafts and not part.state.asked.resting:
                 told.setdefault(part.state.asked, []).append(outcome)
         for asked, found in told.items():
             try:
@@ -165,6 +165,16 @@ class Drafters:
                 asked.drafter.observe(found)
             except Exception as error:
                 self.failed([part.state for part in batch if part.state.asked is asked], error)
+
+    def reads(self, batch: Sequence[ScheduledRequest]) -> bool:
+        """Whether somebody reads the target's hidden states of this round.
+
+        All prompts are read, which hardly costs anything; of texts that go on those whose drafter does not rest.
+        """
+        readers = self.readers.by_proposer
+        return bool(readers) and any(
+            part.state.asked in readers and not (part.decoding and part.state.asked.resting) for part in batch
+        )
 
     def read(
         self,
@@ -270,7 +280,8 @@ def pruned(draft: Draft, grammar: Constraint) -> Draft:
 def _budgets(proposer: Proposer, states: Sequence[RequestState], alone: bool) -> dict[int, int]:
     """Of one drafter's requests: see `Drafters.budgets`."""
     controller = proposer.controller
-    if proposer.most == 0 or (controller is not None and controller.resting(len(states))):
+    proposer.resting = controller is not None and controller.resting(len(states))
+    if proposer.most == 0 or proposer.resting:
         return {state.number: 0 for state in states}
     room = {state.number: state.room for state in states}
     if controller is None:

@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from runtime.contract import Cache, Decoder, Out, no_drafts
+from runtime.contract import Cache, Decoder, no_drafts
 from runtime.engine.deferred import DeferredRound
 from runtime.engine.drafting import Drafters
-from runtime.engine.forward import ForwardError, run_forward
+from runtime.engine.forward import Forwarded, ForwardError, run_forward
 from runtime.engine.learning import learn
 from runtime.engine.logprobs import missing_prompt_rows, note_gained, note_prompt
 from runtime.engine.metrics import Clock, Counts, Metrics
@@ -29,7 +29,7 @@ from runtime.engine.schedule import Budgets, no_budgets, plan_round
 from runtime.engine.taken import with_taps
 from runtime.errors import UserError
 from runtime.model.on_device import DeviceRounds
-from runtime.sampling.distribution import Logits, host
+from runtime.sampling.distribution import Logits
 from runtime.speculative.draft import Draft, Drafter, Outcome, Request, Rule
 from runtime.speculative.draft_length import Controller
 
@@ -64,9 +64,9 @@ class Engine:
         self._rule, self._cache = rule, cache
         # Whoever drafts: nothing is asked for where it could not be taken back.
         self._drafters = Drafters(drafter, 0 if no_drafts(decoder) else draft_length, lenient)
-        decoder = self._decoder = with_taps(decoder, self._drafters.readers.taps)
+        self._decoder, self._tapped = with_taps(decoder, self._drafters.readers.taps)
         # Looked up once: to compare a decoder with a protocol takes as long as a twentieth of a small model's forward.
-        self._on_device = decoder if isinstance(decoder, DeviceRounds) else None
+        self._on_device = self._tapped if isinstance(self._tapped, DeviceRounds) else None
         self._max_batch = max_batch
         self.clock = Clock() if clock is None else clock
         self._running: list[RequestState] = []
@@ -129,8 +129,8 @@ class Engine:
         )
         drafted = self.clock.now()
         try:
-            out, tokens, drafts = self._forward(batch, drafts, deferred)
-            outcomes = self._verify(batch, drafts, tokens, out)
+            found, drafts = self._forward(batch, drafts, deferred)
+            outcomes = self._verify(batch, drafts, found)
             self._roll_back(batch, drafts, outcomes)
         except BaseException as error:
             # Slots that the forward took and may not have written: nobody must come to read or to match them.
@@ -144,8 +144,8 @@ class Engine:
         if deferred is not None:
             drafted = started + deferred.seconds
         times = [started, drafted, self.clock.now()]
-        if out.taken is not None:
-            self._drafters.read(batch, drafts, outcomes, out.taken)
+        if found.out.taken is not None:
+            self._drafters.read(batch, drafts, outcomes, found.out.taken)
         self._drafters.observe(batch, outcomes)
         times.append(self.clock.now())
         account(batch, drafts, outcomes, times)
@@ -230,23 +230,20 @@ class Engine:
 
     def _forward(
         self, batch: Sequence[ScheduledRequest], drafts: list[Draft], deferred: DeferredRound | None
-    ) -> tuple[Out, list[int], list[Draft]]:
-        """The target's output, its token at each row of logits, and the drafts, all of them known now."""
-        target = (self._decoder, self._on_device, self._cache)
-        out, tokens, drafted = run_forward(*target, batch, drafts, deferred, self._rule)
+    ) -> tuple[Forwarded, list[Draft]]:
+        """What the target gave, and the drafts, all of them known now."""
+        target = (self._tapped if self._drafters.reads(batch) else self._decoder, self._on_device, self._cache)
+        found = run_forward(*target, batch, drafts, deferred, self._rule)
         if deferred is not None:
-            drafts = self._drafters.settle(deferred, drafted, self._decoder.vocab_size)
-        return out, tokens, drafts
+            drafts = self._drafters.settle(deferred, found.drafts, self._decoder.vocab_size)
+        return found, drafts
 
     def _verify(
-        self, batch: Sequence[ScheduledRequest], drafts: Sequence[Draft], tokens: Sequence[int], out: Out
+        self, batch: Sequence[ScheduledRequest], drafts: Sequence[Draft], found: Forwarded
     ) -> list[Outcome | None]:
-        """Verifies each draft and appends what was accepted; None for a part that gains no token.
-
-        tokens  the target's token at each row of logits.
-        """
+        """Verifies each draft and appends what was accepted; None for a part that gains no token."""
         outcomes: list[Outcome | None] = []
-        logits, base = host(out.logits), 0
+        logits, tokens, hidden, base = found.logits, found.tokens, found.out.hidden, 0
         for part, draft in zip(batch, drafts, strict=True):
             request, scored = part.state.request, len(part.scored)
             rows = slice(base + scored, base + scored + (len(draft.tokens) + 1 if part.samples else 0))
@@ -255,7 +252,7 @@ class Engine:
                 if scored:
                     note_prompt(request, part.scored, logits[base : rows.start])
                 if part.samples:
-                    outcome = self._advance(part, draft, logits[rows], tokens[rows], out.hidden[rows])
+                    outcome = self._advance(part, draft, logits[rows], tokens[rows], hidden, rows.start)
             except Exception as error:
                 self._fail(part.state, error)
             outcomes.append(outcome)
@@ -263,9 +260,9 @@ class Engine:
         return outcomes
 
     def _advance(
-        self, part: ScheduledRequest, draft: Draft, logits: Logits, tokens: Sequence[int], hidden: Tensor
+        self, part: ScheduledRequest, draft: Draft, logits: Logits, tokens: Sequence[int], hidden: Tensor, first: int
     ) -> Outcome:
-        """Verifies one draft and appends what was accepted; arguments are those of the draft's n + 1 nodes."""
+        """Verifies one draft and appends what was accepted; logits and tokens are of the draft's n + 1 nodes."""
         state, request = part.state, part.state.request
         rule, on_device = request.rule or self._rule, self._on_device is not None
         try:
@@ -275,7 +272,7 @@ class Engine:
                 raise
             # The text before what failed is to be what it would be without a draft.
             accepted = verify(request, NO_DRAFT, logits[:1], tokens[:1], rule, on_device)
-        outcome = append_accepted(request, draft, accepted, hidden)
+        outcome = append_accepted(request, draft, accepted, hidden, first)
         gained = len(request.tokens) - part.end
         if request.wanted.logprobs is not None:
             note_gained(request, gained, outcome.path, logits)

@@ -1,12 +1,13 @@
 """The target's forward of a round, on the host or on a device, where the drafts may still be on their way."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from runtime.contract import Cache, Decoder, Out
 from runtime.engine.deferred import DeferredRound
 from runtime.engine.round import ScheduledRequest, finite_tokens, forward_rows, row_samplings
 from runtime.model.on_device import DeviceRounds
-from runtime.sampling.distribution import host
+from runtime.sampling.distribution import Logits, host
 from runtime.speculative.draft import Draft, Rule
 
 
@@ -18,6 +19,20 @@ class ForwardError(Exception):
         self.cause = cause
 
 
+class Forwarded(NamedTuple):
+    """What a forward gave.
+
+    logits  `out`'s, as numpy where they lie on the host.
+    tokens  the target's at each row of them: the device's sample or the argmax, NON_FINITE where they are no numbers.
+    drafts  the tokens of a deferred round's drafts.
+    """
+
+    out: Out
+    logits: Logits
+    tokens: list[int]
+    drafts: list[list[int]]
+
+
 def run_forward(
     decoder: Decoder,
     on_device: DeviceRounds | None,
@@ -26,21 +41,20 @@ def run_forward(
     drafts: Sequence[Draft],
     deferred: DeferredRound | None,
     rule: Rule,
-) -> tuple[Out, list[int], list[list[int]]]:
-    """The target's output; its token at each row of logits; and the tokens of a deferred round's drafts.
+) -> Forwarded:
+    """Runs the target over a round's rows; on_device: the decoder, if it chooses tokens on its device.
 
-    on_device  the decoder, if it chooses tokens on its device.
-
-    A token is the device's sample or the argmax, NON_FINITE where the row's logits are no numbers. Raises ForwardError.
+    Raises ForwardError.
     """
     tokens, rows, logits_at = forward_rows(batch, drafts)
     try:
         if deferred is not None:
             out = deferred.forward(tokens, rows, cache, logits_at)
-            return out, *deferred.choose(row_samplings(batch, drafts, rule), out.logits)
+            return Forwarded(out, out.logits, *deferred.choose(row_samplings(batch, drafts, rule), out.logits))
         out = decoder.forward(tokens, rows, cache, logits_at)
+        logits = host(out.logits)
         if on_device is None:
-            return out, finite_tokens(host(out.logits)), []
-        return out, *on_device.next_tokens(out.logits, row_samplings(batch, drafts, rule))
+            return Forwarded(out, logits, finite_tokens(logits), [])
+        return Forwarded(out, logits, *on_device.next_tokens(out.logits, row_samplings(batch, drafts, rule)))
     except Exception as error:
         raise ForwardError(error) from error

@@ -19,6 +19,11 @@ def learn(
 
     seconds  what each drafter took. Where several share the round the target's time counts by rows.
     """
+    first = batch[0].state.proposer
+    if first.resting and all(part.state.asked is first and part.budget == 0 for part in batch):
+        assert first.controller is not None
+        first.controller.rested(times[-1] - times[0])
+        return
     _weigh(batch, drafts, outcomes, times, seconds)
     if not any(map(_controlled, batch)):
         return

@@ -36,6 +36,7 @@ class Proposer:
     """A drafter under its name in an engine: it drafts at most `most` tokens a round, or what its controller says.
 
     among, choice  those that draft in its place, by name, and who chooses of them; None: it drafts itself.
+    resting        whether its controller rests this round: it is told of nothing, and reads no states.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Proposer:
     most: int = LONGEST
     among: Mapping[str, "Proposer"] = field(default_factory=dict)
     choice: Choice | None = None
+    resting: bool = False
 
     def __post_init__(self) -> None:
         self.drafts = not isinstance(self.drafter, NoDrafter)
@@ -212,10 +214,11 @@ def verify(
     return rejection(rows, draft, position, sampling.seed)
 
 
-def append_accepted(request: Request, draft: Draft, accepted: Acceptance, hidden: Tensor) -> Outcome:
+def append_accepted(request: Request, draft: Draft, accepted: Acceptance, hidden: Tensor, first: int) -> Outcome:
     """Appends the accepted tokens and the target's own to the text, as far as its stop tokens and strings let it go.
 
-    hidden  (n + 1, hidden) of the text's last token and the draft; of no rows where the decoder gives none.
+    hidden  (rows, hidden) of the round, of no rows where the decoder gives none; first: the row of the text's last
+            token, behind which the draft's are.
     """
     gained = [*(draft.tokens[i] for i in accepted.path), accepted.next_token]
     count, stopped = kept(gained, request.stop_tokens, request.stop_strings)
@@ -225,9 +228,8 @@ def append_accepted(request: Request, draft: Draft, accepted: Acceptance, hidden
         request.grammar.advance(gained[:count])
     request.noise.forget(len(request.tokens))
     request.finished = stopped or request.missing <= 0
-    straight = path == list(range(len(path)))
-    along = hidden[: len(path) + 1] if straight or not len(hidden) else hidden[[0, *(1 + i for i in path)]]
-    return Outcome(request, path, len(path), along if len(hidden) else None)
+    # Sizes are asked for rarely: a tensor's own length is Python and takes microseconds.
+    return Outcome(request, path, len(path), hidden if hidden.shape[0] else None, first)
 
 
 def note_round(part: ScheduledRequest, draft: Draft, outcome: Outcome, times: Sequence[float]) -> None:

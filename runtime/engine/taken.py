@@ -7,6 +7,7 @@ from torch import Tensor
 from runtime.contract import Decoder, TakesStates
 from runtime.engine.round import Proposer, ScheduledRequest
 from runtime.errors import UserError
+from runtime.model.on_device import DeviceRounds
 from runtime.speculative.draft import Draft, Outcome, StateReader, TakenStates
 
 
@@ -20,7 +21,7 @@ class Readers:
     def __init__(self, proposers: Iterable[Proposer]) -> None:
         self.by_proposer: dict[Proposer, StateReader] = {}
         for proposer in proposers:
-            if isinstance(proposer.drafter, StateReader) and proposer.drafter.taps:
+            if proposer.most > 0 and isinstance(proposer.drafter, StateReader) and proposer.drafter.taps:
                 self.by_proposer[proposer] = proposer.drafter
         self.taps = tuple(sorted({tap for reader in self.by_proposer.values() for tap in reader.taps}))
 
@@ -40,19 +41,21 @@ class Readers:
         return found
 
 
-def with_taps(decoder: Decoder, taps: Sequence[int]) -> Decoder:
-    """The decoder, whose forwards give what the drafters read; as it is where they read nothing.
+def with_taps(decoder: Decoder, taps: Sequence[int]) -> tuple[Decoder, Decoder]:
+    """The decoder for rounds whose states nobody reads, and for those in which drafters read them.
 
     Raises UserError for a decoder that gives no hidden states.
     """
     if not taps:
-        return decoder
+        return decoder, decoder
     if not isinstance(decoder, TakesStates):
         raise UserError(
             "the drafter reads the target's hidden states, which only Specpress' own kernels give, and "
             f"{decoder.kernels} run this target; use another drafter"
         )
-    return decoder.tapped(taps)
+    tapped = decoder.tapped(taps)
+    # On a device states cost nothing, and graphs of its own for rounds without them would.
+    return (tapped if isinstance(tapped, DeviceRounds) else decoder), tapped
 
 
 def _kept(

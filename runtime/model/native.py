@@ -1,7 +1,7 @@
 """What the record says in one native call per forward: reference.py's meaning, nothing of Python inside the layers."""
 
 from collections.abc import Sequence
-from ctypes import byref, c_void_p
+from ctypes import addressof, byref, c_void_p
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 from runtime.cache.contiguous import KeyValueCache
 from runtime.cache.slots import Reserved, checked_cache, extend_states, learn_drafts, reserve, reserve_drafts
 from runtime.checkpoints.architecture import Architecture
-from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows, integers
+from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, ChainNoise, Out, Rows, integers
 from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel
 from runtime.model.base import BaseDecoder
@@ -20,7 +20,7 @@ from runtime.model.layers import Parts
 from runtime.model.native_batch import Batches, int64
 from runtime.model.native_model import TABLES, NativeModel, address
 from runtime.native.binding import CACHES, require
-from runtime.native.structs import AnglesStruct, TakenStruct
+from runtime.native.structs import AnglesStruct, ChainNoiseStruct, TakenStruct
 
 # Dimensions of a head (attention.cpp) and experts of a layer (rows.cpp) that the kernels have room for.
 MOST = 1024
@@ -47,6 +47,7 @@ class NativeDecoder(BaseDecoder):
         super().__init__(architecture, config, parts, kernel, kv)
         self._native: dict[CacheKind, NativeModel] = {}
         self._batches = Batches()
+        self._made: tuple[Any, Any, AnglesStruct] | None = None  # what `_angles` found last, and of which tables
 
     @property
     def experts_read(self) -> int:
@@ -89,6 +90,19 @@ class NativeDecoder(BaseDecoder):
 
     def continue_greedy(self, tokens: Tensor, rows: Rows, cache: Cache, steps: Sequence[int], limit: int) -> Tensor:
         """See contract.GreedyChains. The tokens are those that `forward` would lead to, step by step: the same bits."""
+        return self.continue_sampled(tokens, rows, cache, steps, limit, ())
+
+    def continue_sampled(
+        self,
+        tokens: Tensor,
+        rows: Rows,
+        cache: Cache,
+        steps: Sequence[int],
+        limit: int,
+        noise: Sequence[ChainNoise | None],
+    ) -> Tensor:
+        """See contract.SampledChains; without any noise all are greedy."""
+        drawn, pointers = _noise(noise, steps, limit)
         held = checked_cache(tokens, rows, cache, None, self.architecture)
         self._recall_states(rows, held)
         reserved = reserve_drafts(rows, held, steps, limit, self.vocab_size)
@@ -101,9 +115,10 @@ class NativeDecoder(BaseDecoder):
         drafted = torch.full((len(steps), longest), -1, dtype=torch.int64)
         handle = self._runner(held).handle
         finite = require().specpress_draft(
-            handle, byref(batch), byref(angles), len(steps), wanted.data_ptr(), limit, drafted.data_ptr(), longest
+            *(handle, byref(batch), byref(angles), len(steps), wanted.data_ptr(), limit, drafted.data_ptr(), longest),
+            drawn,
         )
-        del kept
+        del kept, pointers
         if not finite:
             raise FloatingPointError("a row of logits holds NaN or Inf")
         learn_drafts(reserved, drafted, steps, held)
@@ -123,13 +138,33 @@ class NativeDecoder(BaseDecoder):
         return integers(self.taps)
 
     def _angles(self, position: int) -> AnglesStruct:
-        """What depends on positions up to this one; the tables are held by `_rotary`."""
-        tables = self._rotary.upto(position)
-        columns = [(c_void_p * len(tables))(*[pair[part].data_ptr() for pair in tables]) for part in (0, 1)]
-        return AnglesStruct(*columns, address(self._rotary.growth(position)))
+        """What depends on positions up to this one; made anew when a table has grown."""
+        tables, growth = self._rotary.upto(position), self._rotary.growth(position)
+        # Not read back after making: another thread's forward may put a shorter one there.
+        made = self._made
+        if made is None or made[0] is not tables or made[1] is not growth:
+            columns = [(c_void_p * len(tables))(*[pair[part].data_ptr() for pair in tables]) for part in (0, 1)]
+            made = self._made = tables, growth, AnglesStruct(*columns, address(growth))
+        return made[2]
 
     def _runner(self, cache: KeyValueCache) -> NativeModel:
         kind = cache.format.kind
         if kind not in self._native or not self._native[kind].fits(cache.formats):
             self._native[kind] = NativeModel(self.architecture, self.parts, self.kernel, self._rotary, cache.formats)
         return self._native[kind]
+
+
+def _noise(noise: Sequence[ChainNoise | None], steps: Sequence[int], limit: int) -> tuple[Any, list[Any]]:
+    """The noise of each request's chain as the kernels read it, None without any, and what it points to."""
+    if not noise:
+        return None, []
+    found, pointers = (ChainNoiseStruct * len(noise))(), []
+    for struct, own, count in zip(found, noise, steps, strict=True):
+        if own is None:
+            continue
+        if len(own.steps) < count or min(map(len, own.steps), default=0) < limit:
+            raise ValueError(f"a chain of {count} tokens needs noise for each, of {limit} numbers")
+        struct.temperature = own.temperature
+        pointers.append((c_void_p * count)(*(step.ctypes.data for step in own.steps[:count])))
+        struct.steps = addressof(pointers[-1])
+    return found, pointers

@@ -132,6 +132,7 @@ class RotaryTables:
         self._shapes = tuple(a.shape(n) for n in range(a.layers))
         self._growth, self._device = a.query_growth, device
         self._grown = torch.empty(0, device=device)
+        self._found: tuple[int, tuple[tuple[Tensor, Tensor], ...]] = (0, ())  # for so many positions
 
     @property
     def count(self) -> int:
@@ -143,8 +144,16 @@ class RotaryTables:
         return self._widths.get(self._shapes[layer], 0)
 
     def upto(self, position: int) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Of each table cos and sin of all positions up to this one and maybe more, (P, r/2) contiguous."""
-        return tuple(table.upto(position) for table in self._tables)
+        """Of each table cos and sin of all positions up to this one and maybe more, (P, r/2) contiguous.
+
+        The same object as before where nothing had to grow.
+        """
+        reach, found = self._found
+        if position >= reach:
+            found = tuple(table.upto(position) for table in self._tables)
+            reach = min((cos.shape[0] for cos, _ in found), default=position + 1)
+            self._found = reach, found
+        return found
 
     def at(self, positions: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
         """Of each table cos and sin of each position, (T, r/2)."""

@@ -129,8 +129,8 @@ SPECPRESS_API void specpress_sizes(int64_t* sizes) {
     sizes[0] = sizeof(Weights), sizes[1] = sizeof(Layer), sizes[2] = sizeof(Model), sizes[3] = sizeof(Mixture);
     sizes[4] = sizeof(Latent), sizes[5] = sizeof(Batch), sizes[6] = sizeof(Store), sizes[7] = sizeof(Heads), sizes[8] = sizeof(Angles);
     sizes[9] = sizeof(Convolution), sizes[10] = sizeof(Delta), sizes[11] = sizeof(Mamba), sizes[12] = sizeof(MlpBeside);
-    sizes[13] = sizeof(LayerInputs), sizes[14] = sizeof(LayerGate), sizes[15] = sizeof(Taken), sizes[16] = sizeof(BlockNetwork), sizes[17] = sizeof(BlockLayer);
-    sizes[18] = sizeof(BlockText), sizes[19] = KINDS;
+    sizes[13] = sizeof(LayerInputs), sizes[14] = sizeof(LayerGate), sizes[15] = sizeof(Taken), sizes[16] = sizeof(ChainNoise);
+    sizes[17] = sizeof(BlockNetwork), sizes[18] = sizeof(BlockLayer), sizes[19] = sizeof(BlockText), sizes[20] = KINDS;
 }
 
 SPECPRESS_API Pool* specpress_pool_new(int64_t threads) { return new Pool(static_cast<int>(threads)); }
@@ -160,8 +160,9 @@ SPECPRESS_API void specpress_forward(Decoder* decoder, const Batch* batch, const
 }
 // 1, or 0 where logits are not finite.
 SPECPRESS_API int64_t specpress_draft(Decoder* decoder, const Batch* first, const Angles* angles, int64_t requests,
-                                      const int64_t* steps, int64_t limit, int64_t* tokens, int64_t stride) {
-    return decoder->draft(*first, *angles, requests, steps, limit, tokens, stride);
+                                      const int64_t* steps, int64_t limit, int64_t* tokens, int64_t stride,
+                                      const ChainNoise* noise) {
+    return decoder->draft(*first, *angles, requests, steps, limit, tokens, stride, noise);
 }
 SPECPRESS_API BlockDraft* specpress_block_new(const BlockNetwork* network, const Model* workspace, int64_t path, Pool* pool) {
     return new BlockDraft(*network, *workspace, *path_of(path), *pool);

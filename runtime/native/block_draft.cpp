@@ -40,7 +40,7 @@ void BlockDraft::read(BlockText* texts, int64_t requests) {
         for (int64_t r = 0; r < requests; r++) {
             float* first = own_.data() + row * 2 * size;
             for (int64_t i = 0; i < texts[r].fresh; i++, row++) {
-                const int64_t place = texts[r].end - texts[r].fresh + i;
+                const int64_t place = texts[r].at[i];
                 path_.rotate(own_.data() + row * 2 * size, net_.kv_heads, net_.dim, half, cos_ + place * half, sin_ + place * half);
             }
             if (texts[r].fresh) append(texts[r], layer, first);

@@ -20,12 +20,13 @@ struct BlockNetwork {
     const float* sure;                                   // [hidden + rank + 2]
 };
 
-// One text. States that were not read yet are of the tokens right before `end`, the place of its last token.
+// One text; `end` is the place of its last token. Of tokens before it some states may never have come.
 struct BlockText {
     float* keys_values;     // [layers][2][capacity][kv_heads * dim]
     float* last;            // [hidden]: the last fused state
     int64_t capacity, held, end;
-    const float* unread;    // [fresh][taps * hidden]
+    const float* unread;    // [fresh][taps * hidden]: states that were not read yet
+    const int64_t* at;      // [fresh]: the places of their tokens, in order
     int64_t fresh;          // at most the window
     const float* embedded;  // [hidden], of the last token, normed
     int64_t token;

@@ -200,6 +200,12 @@ void attend_all(const Path& path, Pool& pool, const AttentionCall& call, const s
 
 constexpr int64_t LINE = 64;  // bytes
 
+// How a chain is sampled: exponential noise [limit] for each of its steps; without `steps` it is greedy.
+struct ChainNoise {
+    double temperature;
+    const double* const* steps;
+};
+
 class Decoder {
    public:
     Decoder(const Model& model, const Path& path, Pool& pool);
@@ -208,12 +214,12 @@ class Decoder {
     void forward(const Batch& batch, const Angles& angles, const int64_t* at, int64_t count, float* hidden, float* logits,
                  const Taken* taken);
 
-    // Greedy continuation (draft.cpp). `first` holds, per request in order, a chain of rows; then each request goes on by
-    // itself: the first of the largest logits 0..limit becomes its next row, until tokens[request][0..steps[request]) are
-    // known. The last of them is not run. `stride`: the tokens of a row of `tokens`. The caches have room, and the rotary
+    // Continuation (draft.cpp). `first` holds, per request in order, a chain of rows; then each request goes on by
+    // itself: the first of the largest logits 0..limit, or what `noise` (null, or one for each request) makes of them,
+    // becomes its next row, until tokens[request][0..steps[request]) are known. The last of them is not run. `stride`: the tokens of a row of `tokens`. The caches have room, and the rotary
     // tables reach as far. False where logits are not finite: then nothing in `tokens` is of use.
     bool draft(const Batch& first, const Angles& angles, int64_t requests, const int64_t* steps, int64_t limit,
-               int64_t* tokens, int64_t stride);
+               int64_t* tokens, int64_t stride, const ChainNoise* noise);
 
     // y[rows][outputs] = x[rows][inputs] Wᵀ for layers of one input, side by side.
     void project(const Projection& p, const float* x, int64_t rows, float* y);

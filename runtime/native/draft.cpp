@@ -1,9 +1,40 @@
-// A greedy chain drafted in one call: between two small forwards nothing but the choice of a token.
+// A chain drafted in one call: between two small forwards nothing but the choice of a token.
 #include <algorithm>
+#include <cmath>
 
 #include "decoder.h"
 
 namespace specpress {
+
+namespace {
+
+// Which token arrives first, each at its noise over its probability (noise.race); `best` is the most probable one.
+int64_t race(const float* logits, int64_t limit, int64_t best, double temperature, const double* noise) {
+    constexpr int64_t PART = 64;
+    const double highest = logits[best], rate = 1.0 / temperature;
+    int64_t first = best;
+    double least = noise[best];
+    double bounds[PART];
+    for (int64_t begin = 0; begin < limit; begin += PART) {
+        const int64_t count = std::min(PART, limit - begin);
+        double lowest = INFINITY;
+        // exp(x) is at least 1 + x + x² / 2: few need more.
+        for (int64_t i = 0; i < count; i++) {
+            const double x = (highest - logits[begin + i]) * rate;
+            bounds[i] = noise[begin + i] * (1.0 + x + 0.5 * x * x);
+            lowest = bounds[i] < lowest ? bounds[i] : lowest;
+        }
+        if (lowest >= least) continue;
+        for (int64_t i = 0; i < count; i++) {
+            if (bounds[i] >= least) continue;
+            const double arrival = noise[begin + i] * std::exp((highest - logits[begin + i]) * rate);
+            if (arrival < least) first = begin + i, least = arrival;
+        }
+    }
+    return first;
+}
+
+}  // namespace
 
 void Decoder::Growing::reach(int64_t requests, int64_t hidden_size, int64_t vocabulary) {
     if (requests > static_cast<int64_t>(owner.size())) {
@@ -16,7 +47,7 @@ void Decoder::Growing::reach(int64_t requests, int64_t hidden_size, int64_t voca
 }
 
 bool Decoder::draft(const Batch& first, const Angles& angles, int64_t requests, const int64_t* steps, int64_t limit,
-                    int64_t* tokens, int64_t stride) {
+                    int64_t* tokens, int64_t stride, const ChainNoise* noise) {
     std::lock_guard<std::mutex> lock(one_);
     const int64_t vocabulary = model_.vocabulary;
     Growing& g = growing_;
@@ -32,7 +63,12 @@ bool Decoder::draft(const Batch& first, const Angles& angles, int64_t requests, 
         run(*batch, angles);
         read_out(g.at.data(), count, g.hidden.data(), g.logits.data());
         pool_.run(count, count * vocabulary < 16384 ? count : 1, [&](int, int64_t begin, int64_t end) {
-            for (int64_t i = begin; i < end; i++) g.token[i] = path_.largest(g.logits.data() + i * vocabulary, vocabulary, limit);
+            for (int64_t i = begin; i < end; i++) {
+                const float* logits = g.logits.data() + i * vocabulary;
+                g.token[i] = path_.largest(logits, vocabulary, limit);
+                const ChainNoise* own = noise ? noise + g.owner[i] : nullptr;
+                if (own && own->steps && g.token[i] >= 0) g.token[i] = race(logits, limit, g.token[i], own->temperature, own->steps[step]);
+            }
         });
         // Those that go on move up to the front; a row moves only after it was read.
         int64_t kept = 0;

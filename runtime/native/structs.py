@@ -1,6 +1,6 @@
 """The structs that pass to and from the compiled library (kernels.h, decoder.h), as ctypes has them."""
 
-from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
 from typing import Any
 
 
@@ -194,6 +194,12 @@ class TakenStruct(Structure):
     _fields_ = [("count", c_int64), *_all(c_void_p, "taps", "out")]
 
 
+class ChainNoiseStruct(Structure):
+    """decoder.h, ChainNoise."""
+
+    _fields_ = [("temperature", c_double), ("steps", c_void_p)]
+
+
 class BlockNetworkStruct(Structure):
     """block_draft.h, BlockNetwork."""
 
@@ -222,7 +228,7 @@ class BlockTextStruct(Structure):
     _fields_ = [
         *_all(c_void_p, "keys_values", "last"),
         *_all(c_int64, "capacity", "held", "end"),
-        ("unread", c_void_p),
+        *_all(c_void_p, "unread", "at"),
         ("fresh", c_int64),
         ("embedded", c_void_p),
         *_all(c_int64, "token", "budget"),

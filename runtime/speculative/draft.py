@@ -135,14 +135,27 @@ class Draft:
 class Outcome:
     """What became of a draft: `path` are the accepted indices in draft order; `length` = len(path).
 
-    `hidden` are the target's hidden states (length + 1, hidden) of the last token before the draft and of each accepted
-    one, good until its next forward; the request's `tokens` already hold the accepted tokens and the one it added.
+    The request's `tokens` already hold the accepted tokens and the one it added.
+
+    states  the target's hidden states, if it gives any, good until its next forward: (length + 1, hidden) of the last
+            token before the draft and of each accepted one; with `first` those of a whole round, where that is the row
+            of the last token and the draft's n follow.
     """
 
     request: Request
     path: list[int]
     length: int
-    hidden: Tensor | None = None
+    states: Tensor | None = None
+    first: int | None = None
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """(length + 1, hidden), cut out when it is asked for: most drafters never do."""
+        if self.states is None or self.first is None:
+            return self.states
+        if self.path == [*range(self.length)]:
+            return self.states[self.first : self.first + self.length + 1]
+        return self.states[[self.first, *(self.first + 1 + i for i in self.path)]]
 
 
 def parts(name: str) -> list[str]:
@@ -169,8 +182,9 @@ class Drafter(Protocol):
 class TakenStates:
     """The target's hidden states of the tokens at positions start, start + 1, … of a request's text.
 
-    states  (n, taps · hidden) float32 on the target's device, as contract.Out.taken has them; good until its next
-            forward. Only of tokens that are in the text for good: pieces of the prompt, and what was accepted.
+    states  (n, taps · hidden) float32 on the target's device, as contract.Out.taken has them: a part of its forward's
+            tensor, which stays as it is. Only of tokens that are in the text for good: pieces of the prompt, and what
+            was accepted.
     """
 
     request: Request
@@ -199,9 +213,10 @@ class StateReader(Protocol):
     def read(self, taken: Sequence[TakenStates]) -> None:
         """Called after each forward, before `observe`, for those of its requests that go on.
 
-        The states of a request come in the order of its text, each once, unless there are none: those of a prefix that
-        was taken over from the cache never come, so that there may be none yet when it is drafted for, and a request
-        that gave its place back (`close`) begins anew.
+        The states of a request come in the order of its text, each once. Some never come: those of a prefix that was
+        taken over from the cache, so that there may be none yet when it is drafted for, and those of rounds in which it
+        was settled that nothing is drafted, though the last round before a draft is read in any case. A request that
+        gave its place back (`close`) begins anew.
         """
 
 

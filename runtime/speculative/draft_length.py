@@ -17,7 +17,7 @@ LONGEST = 16
 PROBING = 0.005
 # What looking may cost before there is much time to take a share of, in rounds without a draft: the first drafts of all
 # are few, and right after the first of its width a forward takes twice as long.
-CREDIT = 4.0
+CREDIT = 2.0
 CHECKING = 0.01
 # What drafts longer than those that look best may cost, as a share of all time: that a second token costs less than the
 # first one did is only seen by drafting it.
@@ -28,7 +28,8 @@ _LOOK = 3
 # a batch which gain unevenly end unevenly, so that later forwards are shared by fewer.
 MARGIN = 1.15
 # The first rounds of all show what not drafting and drafting cost and bring: some without a draft, then drafts until so
-# many have had tokens (of prompt lookup many find nothing, which says little), for no more than so many rounds.
+# many have had tokens (of prompt lookup many find nothing, which says little), for no more than so many rounds. As long
+# as none of them was accepted, those after the first have a token each.
 _OPENING_PLAIN, _OPENING_DRAFTS, _OPENING_LENGTH, _OPENING_MOST = 2, 3, 4, 26
 # A look that found nothing to draft is repeated so often: it has cost nothing, and told nothing of what drafts bring.
 _REPEATS = 8
@@ -101,7 +102,9 @@ class Controller:
         self._empty = 0  # looks one after the other that found nothing to draft
         self._look: _Look | None = None  # what the round chosen last is, unless it looks best
         self._longer_at = 0  # the round of the last look at longer drafts
-        self._again: DraftBudget | None = None  # a probe that told nothing of its cost is repeated
+        # What the next round does: a probe that told nothing of its cost is repeated, and after a rest drafts wait.
+        self._next: tuple[DraftBudget, _Look | None] | None = None
+        self._accepted = False  # whether anything ever was
         self._last: dict[bool, int] = {}  # when drafting, and not drafting, was last done
         self._reading = 0.0  # what a drafter took to read a token that was written without it, at most lately
         self._held: tuple[int, int, int, int] = (0, 0, 0, 0)  # batch, most, γ, and until which round
@@ -133,8 +136,25 @@ class Controller:
 
         alone   no prompt shares the forward: the others are not observed, so nothing is tried in them.
         unread  tokens that the drafter would have to read first of a request, of the one that it knows best.
+
+        The first round after a rest never drafts: what drafters read of the target they do not read while it lasts.
         """
-        # The rounds of a rest are counted when it ends.
+        rested, most = self._end_rest(), min(self.limit, missing)
+        self._look = None
+        planned, self._next = self._next, None
+        if most <= 0:
+            return DraftBudget(0, batch)
+        if planned is not None and alone:
+            (budget, requests), self._look = planned
+            return DraftBudget(min(budget, most), min(requests, batch))
+        chosen = self._choose(batch, missing, most, alone, unread)
+        if rested and chosen.budget > 0:
+            self._next, self._look = (chosen, self._look), None
+            return DraftBudget(0, batch)
+        return chosen
+
+    def _end_rest(self) -> bool:
+        """Counts the rounds of a rest, which is done when it ends; whether there was any."""
         rested, self._rest, self._rested_rounds = self._rested_rounds, 0, 0
         if rested:
             self._rounds += rested
@@ -142,18 +162,15 @@ class Controller:
             self.seconds += self._rested_seconds
             self._target.add(self._held[0], self._rested_usual / rested, rested)
             self._rested_seconds = self._rested_usual = 0.0
-        most = min(self.limit, missing)
-        look, self._look = self._look, None
-        again, self._again = self._again, None
-        if most <= 0:
-            return DraftBudget(0, batch)
-        if again is not None and alone:
-            self._look = look
-            return DraftBudget(min(again.budget, most), min(again.requests, batch))
+        return rested > 0
+
+    def _choose(self, batch: int, missing: int, most: int, alone: bool, unread: int) -> DraftBudget:
+        """What looks best, or what is to be looked at; arguments as for `next_budget`, of at most `most` tokens."""
         if self._rounds < _OPENING_PLAIN:
             return DraftBudget(0, 1)
         if self._drafts < _OPENING_DRAFTS and self._rounds < _OPENING_MOST:
-            return DraftBudget(min(_OPENING_LENGTH, most) if alone else 0, 1)
+            length = _OPENING_LENGTH if self._accepted or not self._drafts else 1
+            return DraftBudget(min(length, most) if alone else 0, 1)
         held_batch, held_most, held, until = self._held
         # A text near its end allows less; a choice that such a limit had forced is made anew when there is room again.
         if batch == held_batch and held <= most and (held < held_most or most <= held_most) and self._rounds < until:
@@ -217,6 +234,7 @@ class Controller:
         drafted = any(draft.drafted for draft in found.drafts)
         if found.budget > 0:
             self._drafts += drafted
+            self._accepted = self._accepted or any(draft.accepted for draft in found.drafts)
             self._chain.fade()
             self._tree.fade()
             self._trees = self._trees or not all(draft.chain for draft in found.drafts)
@@ -238,9 +256,9 @@ class Controller:
         if self._look is not None:
             self._empty = self._empty + 1 if found.budget > 0 and not drafted else 0
             if found.budget > 0 and (found.unread or 0 < self._empty <= _REPEATS):
-                self._again = DraftBudget(found.budget, len(found.drafts))
+                self._next = DraftBudget(found.budget, len(found.drafts)), self._look
             elif changing:
-                self._again = DraftBudget(0, found.batch)
+                self._next = DraftBudget(0, found.batch), self._look
             # Feeding a draft model what it has missed meanwhile is part of what a probe costs.
             gained = found.batch + sum(draft.accepted for draft in found.drafts)
             # A round in which the machine was elsewhere is not what looking costs.

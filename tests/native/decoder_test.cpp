@@ -100,7 +100,7 @@ std::vector<int64_t> random_tokens(int64_t count, Random& random) {
 
 // Three prompts of different lengths, drafted to different lengths in one call on `threads`.
 bool draft(const NamedPath& path, const TestModel& m, int threads, const std::vector<std::vector<int64_t>>& prompts,
-           const std::vector<int64_t>& steps, int64_t limit, std::vector<int64_t>& drafted) {
+           const std::vector<int64_t>& steps, int64_t limit, std::vector<int64_t>& drafted, const ChainNoise* noise = nullptr) {
     Pool pool(threads);
     Decoder decoder(m.model, *path.kernels, pool);
     std::vector<Memory> memory;
@@ -120,7 +120,8 @@ bool draft(const NamedPath& path, const TestModel& m, int threads, const std::ve
                          zeros.data(), chain.data(),  nullptr,        stores.data()};
     drafted.assign(prompts.size() * static_cast<size_t>(longest), -1);
     const float *cosines = m.cos.data(), *sines = m.sin.data();
-    return decoder.draft(batch, {&cosines, &sines, nullptr}, static_cast<int64_t>(prompts.size()), steps.data(), limit, drafted.data(), longest);
+    return decoder.draft(batch, {&cosines, &sines, nullptr}, static_cast<int64_t>(prompts.size()), steps.data(), limit, drafted.data(), longest,
+                         noise);
 }
 
 // What was drafted is what whole forwards choose, and nothing is written behind it.
@@ -147,6 +148,26 @@ void drafts(const NamedPath& path, const TestModel& m, Random& random) {
                 }
             }
         }
+}
+
+// A token with hardly any noise arrives first, in a request that is sampled; noise that is the same for all is none, and
+// what no request of the call has is not read. The noise has room for the tokens below the limit and no more.
+void sampled(const NamedPath& path, const TestModel& m, Random& random) {
+    const std::vector<std::vector<int64_t>> prompts = {random_tokens(3, random), random_tokens(9, random), random_tokens(1, random)};
+    const std::vector<int64_t> steps = {2, 6, 1};
+    const int64_t limit = 33;
+    std::vector<int64_t> greedy, drafted;
+    expect(draft(path, m, 2, prompts, steps, limit, greedy), path.name + " greedy chains: finite");
+    const std::vector<double> same(static_cast<size_t>(limit), 1.0);
+    std::vector<double> early = same;
+    early[17] = 1e-280;
+    const std::vector<const double*> favoured(6, early.data()), even(1, same.data());
+    const ChainNoise noise[] = {{1.0, nullptr}, {0.8, favoured.data()}, {1.3, even.data()}};
+    expect(draft(path, m, 2, prompts, steps, limit, drafted, noise), path.name + " sampled chains: finite");
+    for (size_t i = 0; i < 6; i++) {
+        expect(drafted[i] == greedy[i] && drafted[12 + i] == greedy[12 + i], path.name + " sampled chains: those without noise");
+        expect(drafted[6 + i] == 17, path.name + " sampled chains: who arrives first");
+    }
 }
 
 // A tree behind one request's text, beside a chain: each of its rows has the logits of the chain that it ends.
@@ -313,6 +334,7 @@ void check(const NamedPath& path, const ModelShape& shape, Random& random, Pool&
     }
     sizes(m);
     drafts(path, m, random);
+    sampled(path, m, random);
     tree(path, m, random);
     not_a_number(path, m, random);  // last: it spoils the model
 }

@@ -28,26 +28,28 @@ _CONSIDERED = 32
 class _Text:
     """What is known of one text.
 
-    end     where the next state belongs: those before it were read, the last `window` of them or fewer are kept.
-    unread  states that came since the last draft, with their numbers, which are `waiting` together.
+    end     where the next state belongs: those before it were read as far as they came, the last `window` of them or
+            fewer are kept.
+    unread  states that came since the last draft, with the first one's place and their number; `waiting` together.
     plain   of each layer keys and values (2, n, kv_heads, head_dim) of the tokens up to the unread ones, and the last
             fused state; `native` the same for native kernels.
     """
 
     end: int
-    unread: deque[tuple[Tensor, int]] = field(default_factory=deque)
+    unread: deque[tuple[Tensor, int, int]] = field(default_factory=deque)
     waiting: int = 0
     plain: tuple[list[Tensor], Tensor] | None = None
     native: NativeText | None = None
 
-    def take(self, window: int) -> Tensor | None:
-        """The unread states that can be seen, (n, taps · hidden), which are read then; None: there are none."""
+    def take(self, window: int) -> tuple[Tensor, list[int]] | None:
+        """The unread states that can be seen, (n, taps · hidden), and their places, which are read then; or None."""
         if not self.unread:
             return None
-        found = torch.cat([states for states, _ in self.unread])[-window:]
+        found = torch.cat([states for states, _, _ in self.unread])[-window:]
+        places = [place for _, first, count in self.unread for place in range(first, first + count)][-window:]
         self.unread.clear()
         self.waiting = 0
-        return found
+        return found, places
 
 
 class BlockDrafter:
@@ -59,8 +61,8 @@ class BlockDrafter:
     branch   the most children of a node; 1: chains.
 
     The tree grows where it is most probable, and ends where no token is worth a row; the budget counts nodes. A request
-    whose states have not come (its text was in the cache) gets an empty draft. Texts that go on without drafts cost a
-    copy of their states: they are read when a draft is asked for, the last `window` of them.
+    whose states have not come (its text was in the cache) gets an empty draft. States are read
+    when a draft is asked for, the last `window` of them; some of rounds without drafts may be missing among them.
     """
 
     name = "block"
@@ -77,19 +79,22 @@ class BlockDrafter:
         return self._network.about.taps
 
     def read(self, taken: Sequence[TakenStates]) -> None:
-        """Keeps a copy of the states that a draft may come to see."""
+        """Keeps the states that a draft may come to see."""
         window = self._network.about.window
         for part in taken:
             text = self._texts.get(part.request.id)
-            if text is None or text.end != part.start:
+            # Others than the last tokens are of no use to it: what it reads behind so long a gap begins anew.
+            if text is None or not 0 <= part.start - text.end < window:
                 text = self._texts[part.request.id] = _Text(part.start)
             # Sizes are counted: to ask a tensor for its own takes a microsecond.
             count = part.states.shape[0]
-            text.end += count
-            text.unread.append((part.states[-window:].clone(), min(count, window)))
-            text.waiting += min(count, window)
-            while text.waiting - text.unread[0][1] >= window:
-                text.waiting -= text.unread.popleft()[1]
+            text.end, kept = part.start + count, min(count, window)
+            # The rest of a long piece is not to be kept in memory.
+            states = part.states if kept == count else part.states[-window:].clone()
+            text.unread.append((states, text.end - kept, kept))
+            text.waiting += kept
+            while text.waiting - text.unread[0][2] >= window:
+                text.waiting -= text.unread.popleft()[2]
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
@@ -139,14 +144,14 @@ class BlockDrafter:
     def _see(self, texts: Sequence[_Text]) -> list[Seen]:
         """Reads what the texts have not read yet, all of it at once."""
         network, window = self._network, self._network.about.window
-        states = [text.take(window) for text in texts]
-        new = [(text, state) for text, state in zip(texts, states, strict=True) if state is not None]
+        taken = [text.take(window) for text in texts]
+        new = [(text, *unread) for text, unread in zip(texts, taken, strict=True) if unread is not None]
         if new:
-            places = torch.cat([torch.arange(text.end - len(state), text.end) for text, state in new])
-            fused, first = network.fused(torch.cat([state for _, state in new])), 0
+            places = torch.tensor([place for _, _, own in new for place in own])
+            fused, first = network.fused(torch.cat([states for _, states, _ in new])), 0
             found = network.keys_values(fused, places)
-            for text, state in new:
-                part = slice(first, first + len(state))
+            for text, _, own in new:
+                part = slice(first, first + len(own))
                 first = part.stop
                 added = [layer[:, part] for layer in found]
                 known = [layer[:, :0] for layer in added] if text.plain is None else text.plain[0]

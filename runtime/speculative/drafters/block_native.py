@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runtime.contract import integers
 from runtime.kernels.native_linear import NativeLinear
 from runtime.model.layers import Linear
 from runtime.native.binding import PATHS, require
@@ -42,11 +43,11 @@ class NativeText:
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """A draft that is asked for: the states that came since the last one, (n, taps · hidden), are of the tokens right
-    before `end`, the place of the text's last token. budget: nodes of its tree; 0: its places alone."""
+    """A draft that is asked for behind the token at place `end`. unread: the states that came since the last draft,
+    (n, taps · hidden), and their tokens' places. budget: nodes of its tree; 0: its places alone."""
 
     text: NativeText
-    unread: Tensor | None
+    unread: tuple[Tensor, Sequence[int]] | None
     end: int
     token: int
     budget: int
@@ -118,12 +119,14 @@ class NativeBlocks:
         self._reach(max(one.end for one in asked) + length)
         ids = torch.tensor([one.token for one in asked])
         embedded = self.network.normed_embedding(ids)
-        texts = (BlockTextStruct * count)()
+        texts, alive = (BlockTextStruct * count)(), list[Tensor]()
         for i, (struct, one) in enumerate(zip(texts, asked, strict=True)):
             struct.keys_values, struct.last = one.text.keys_values.data_ptr(), one.text.last.data_ptr()
             struct.capacity, struct.held, struct.end = one.text.keys_values.shape[2], one.text.held, one.end
             if one.unread is not None:
-                struct.unread, struct.fresh = one.unread.data_ptr(), len(one.unread)
+                states, read_at = one.unread[0], integers(one.unread[1])
+                struct.unread, struct.at, struct.fresh = states.data_ptr(), read_at.data_ptr(), len(read_at)
+                alive.append(read_at)
             struct.embedded, struct.token, struct.budget = embedded[i].data_ptr(), one.token, one.budget
         rows = count * length
         found = [np.empty((rows, size), np.float32) for size in (about.hidden_size, 2 * about.rank, about.vocab_size)]

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from runtime.contract import Cache, Decoder, GreedyChains, HasDecoder, Rows, integers
+from runtime.contract import Cache, ChainNoise, Decoder, GreedyChains, HasDecoder, Rows, SampledChains, integers
 from runtime.model.on_device import NON_FINITE, DeviceRounds
 from runtime.sampling.distribution import Distributions, Logits, argmax_tokens, host, not_finite
 from runtime.sampling.noise import Stream, pick, race, uniforms
@@ -110,6 +110,8 @@ class ModelDrafter(DraftModel[_Text]):
     def __init__(self, model: HasDecoder, verify: Rule = "coupled", vocab_size: int | None = None) -> None:
         super().__init__(model, verify, vocab_size)
         self._chains = model.decoder if isinstance(model.decoder, GreedyChains) else None
+        drawn = verify == "coupled" and isinstance(model.decoder, SampledChains)
+        self._sampled: SampledChains | None = model.decoder if drawn else None  # type: ignore[assignment]
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         """One chain per request: one forward for all missing tokens of all texts, then one per drafted token."""
@@ -117,7 +119,7 @@ class ModelDrafter(DraftModel[_Text]):
         growing = [d for d in drafting if d.budget > 0]
         if growing:
             missing = [self._catch_up(d.request) for d in growing]
-            if self._chains is not None and all(argmax_alone(d.request.sampling) for d in growing):
+            if self._chains is not None and all(self._in_one_call(d.request.sampling) for d in growing):
                 self._continue(self._chains, growing, missing)
                 growing = []
             while growing:
@@ -190,13 +192,33 @@ class ModelDrafter(DraftModel[_Text]):
         text.agreed = len(tokens)
         return tokens[len(text.fed) :]
 
+    def _in_one_call(self, sampling: Sampling) -> bool:
+        """Whether nothing but the logits and a position's noise decides on a token."""
+        whole = not (sampling.top_k or sampling.min_p) and sampling.top_p == 1
+        return argmax_alone(sampling) or (self._sampled is not None and sampling.plain and whole)
+
+    def _noise(self, drafting: Drafting) -> ChainNoise | None:
+        """What the target will sample its next tokens with; None for a greedy request."""
+        request, sampling = drafting.request, drafting.request.sampling
+        if sampling.greedy:
+            return None
+        places = range(len(request.tokens), len(request.tokens) + drafting.budget)
+        # Of the target's whole vocabulary, so that it is drawn once for both.
+        steps = [request.noise.exponential(sampling.seed, place, self._vocab_size) for place in places]
+        return ChainNoise(sampling.temperature, steps)
+
     def _continue(self, decoder: GreedyChains, growing: Sequence[Drafting], pieces: Sequence[list[int]]) -> None:
         """Appends a piece to each request's cache and drafts all tokens, in one call."""
         texts = [self._texts[d.request.id] for d in growing]
         tokens, rows = _rows(texts, pieces)
         limit = min(self._vocab_size, self._decoder.vocab_size)
         try:
-            drafted = decoder.continue_greedy(tokens, rows, self._cache, [d.budget for d in growing], limit).tolist()
+            asked = (tokens, rows, self._cache, [d.budget for d in growing], limit)
+            noise = [self._noise(d) for d in growing]
+            if self._sampled is not None and any(noise):
+                drafted = self._sampled.continue_sampled(*asked, noise).tolist()
+            else:
+                drafted = decoder.continue_greedy(*asked).tolist()
         except FloatingPointError as error:
             raise not_finite("draft") from error
         for d, text, piece, row in zip(growing, texts, pieces, drafted, strict=True):

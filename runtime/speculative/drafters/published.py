@@ -7,6 +7,7 @@ those states stay, so that a head's keys and values are never taken back: only a
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,21 +30,46 @@ from runtime.speculative.heads.network import (
 )
 from runtime.speculative.verify import Rule
 
-# Rows of a text that a head reads in one pass, which bounds its memory.
+# Rows of a text that a head reads in one pass, and hidden states that wait to be fused, which bounds its memory.
 _PIECE = 512
 
 
 @dataclass
 class _Text:
-    """What is known of a text: keys and values, and fused hidden states (n, hidden) that are not in them yet."""
+    """What is known of a text: keys and values, and hidden states that are not in them yet, in the order of the text.
+
+    known   the position behind the last one whose hidden state came.
+    fused   the first position of a piece, and its states (n, hidden) as the head reads them.
+    unread  the same behind these, as the target gave them (n, taps · its hidden); `waiting` in all.
+    """
 
     memory: TextMemory
-    waiting: list[Tensor] = field(default_factory=list)
+    known: int
+    fused: list[tuple[int, Tensor]] = field(default_factory=list)
+    unread: list[tuple[int, Tensor]] = field(default_factory=list)
+    waiting: int = 0
 
-    @property
-    def known(self) -> int:
-        """The position behind the last one whose hidden state is known."""
-        return self.memory.end + sum(map(len, self.waiting))
+    def fuse(self, head: Head) -> None:
+        """Fuses all of them in one product, whose weights are as many as a layer's."""
+        if self.unread:
+            sizes = [len(states) for _, states in self.unread]
+            done = fuse(head, torch.cat([states for _, states in self.unread])).split(sizes)
+            self.fused += [(start, own) for (start, _), own in zip(self.unread, done, strict=True)]
+            self.unread.clear()
+            self.waiting = 0
+
+    def take(self, head: Head) -> list[tuple[int, Tensor]]:
+        """All states that are not in the memory, which are read then: the longest pieces without a gap."""
+        self.fuse(head)
+        whole: list[tuple[int, list[Tensor]]] = []
+        behind = -1
+        for start, states in self.fused:
+            if start != behind:
+                whole.append((start, []))
+            whole[-1][1].append(states)
+            behind = start + len(states)
+        self.fused.clear()
+        return [(start, torch.cat(parts)) for start, parts in whole]
 
 
 @dataclass(frozen=True)
@@ -75,7 +101,8 @@ class PublishedDrafter(EachText[_Text]):
     taps    the places of the target whose hidden states it reads (StateReader).
     verify  the rule that will verify; sampling is ModelDrafter's. Tokens beyond the draft vocabulary have no chance.
 
-    A request whose hidden states are not all known but for a beginning (a prefix that the cache knew) gets no draft.
+    A request whose last hidden states are not known gets no draft; of those before them some may be missing, of a
+    prefix that the cache knew or of rounds without drafts. States are fused when a draft needs them.
     """
 
     def __init__(self, head: Head, taps: Sequence[int], verify: Rule = "coupled") -> None:
@@ -86,14 +113,18 @@ class PublishedDrafter(EachText[_Text]):
 
     def read(self, taken: Sequence[TakenStates]) -> None:
         """See StateReader."""
-        fused = fuse(self._head, torch.cat([part.states for part in taken]))
-        for part, own in zip(taken, fused.split([len(part.states) for part in taken]), strict=True):
+        for part in taken:
             text = self._texts.get(part.request.id)
-            if text is None or text.known != part.start:
+            if text is None or text.known > part.start:
                 self.close(part.request)
                 capacity = part.request.prompt_length + part.request.max_new_tokens
-                text = self._texts[part.request.id] = _Text(new_memory(self._head, part.start, capacity))
-            text.waiting.append(own)
+                memory = new_memory(self._head, part.start, capacity)
+                text = self._texts[part.request.id] = _Text(memory, part.start)
+            text.unread.append((part.start, part.states))
+            count = part.states.shape[0]
+            text.known, text.waiting = part.start + count, text.waiting + count
+            if text.waiting >= _PIECE:
+                text.fuse(self._head)
 
     def close(self, request: Request) -> None:
         """Forgets the text."""
@@ -108,11 +139,16 @@ class PublishedDrafter(EachText[_Text]):
         asked = []
         for one in drafting:
             text = self._texts.get(one.request.id)
-            if one.budget > 0 and text is not None and text.waiting and text.known == len(one.request.tokens) - 1:
-                asked.append(_Asked(one, text.memory, torch.cat(text.waiting)))
-                text.waiting.clear()
+            ready = text is not None and (text.unread or text.fused) and text.known == len(one.request.tokens) - 1
+            if one.budget > 0 and ready and text is not None:
+                *before, (start, fused) = text.take(self._head)
+                for first, piece in before:
+                    text.memory.skip(first - text.memory.end)
+                    read_all(self._head, text.memory, one.request.tokens, piece)
+                text.memory.skip(start - text.memory.end)
+                asked.append(_Asked(one, text.memory, fused))
         if asked:
-            METHODS[self._head.about.kind](self._head, asked, self._choose)
+            METHODS[self._head.about.kind].draft(self._head, asked, self._choose)
             for part in asked:
                 part.memory.forget()
         vocab = self._head.about.vocab
@@ -189,9 +225,7 @@ def draft_block(head: Head, asked: Sequence[_Asked], choose: Choose) -> None:
     """One pass for a whole block, behind the keys and values of what the target read (dflash, dspark)."""
     about = head.about
     for one in asked:
-        for piece in one.fused.split(_PIECE):
-            remember_context(head, piece, [Span(one.memory, 0, len(piece))])
-            one.memory.keep(len(piece))
+        read_all(head, one.memory, one.drafting.request.tokens, one.fused)
     skipped = 0 if about.from_anchor else 1
     size = about.tokens + skipped
     tokens = [token for one in asked for token in (one.last, *([about.mask_token] * (size - 1)))]
@@ -232,13 +266,20 @@ def _choose_along(head: Head, asked: Sequence[_Asked], logits: Tensor, hidden: T
 
 def _read_pieces(head: Head, one: _Asked) -> int:
     """Reads all but the last piece of what a head's rows have not read yet; how many that were."""
-    done = 0
-    while len(one.fused) - done > _PIECE:
-        piece = slice(done, done + _PIECE)
-        run_rows(head, one.tokens[:_PIECE], one.fused[piece], [Span(one.memory, 0, _PIECE)])
-        one.memory.keep(_PIECE)
-        done += _PIECE
+    done = (len(one.fused) - 1) // _PIECE * _PIECE
+    read_all(head, one.memory, one.drafting.request.tokens, one.fused[:done])
     return done
+
+
+def read_all(head: Head, memory: TextMemory, tokens: Sequence[int], fused: Tensor) -> None:
+    """Reads fused hidden states (n, hidden) of a text, of the positions from memory.end on."""
+    for piece in fused.split(_PIECE) if len(fused) else ():
+        span = [Span(memory, 0, len(piece))]
+        if METHODS[head.about.kind].beside:
+            remember_context(head, piece, span)
+        else:
+            run_rows(head, tokens[memory.end + 1 : memory.end + 1 + len(piece)], piece, span)
+        memory.keep(len(piece))
 
 
 def _spans(asked: Sequence[_Asked], rests: Sequence[int], more: Sequence[int] | None = None) -> list[Span]:
@@ -249,10 +290,17 @@ def _spans(asked: Sequence[_Asked], rests: Sequence[int], more: Sequence[int] | 
     return [Span(one.memory, begin, count) for one, begin, count in zip(asked, begins, counts, strict=False)]
 
 
-METHODS: dict[HeadKind, Callable[[Head, Sequence[_Asked], Choose], None]] = {
-    "eagle3": draft_serially,
-    "mtp": draft_serially,
-    "peagle": draft_with_masks,
-    "dflash": draft_block,
-    "dspark": draft_block,
+class Method(NamedTuple):
+    """How heads of a kind draft. beside: keys and values are of the target's states alone, without a row of a token."""
+
+    draft: Callable[[Head, Sequence[_Asked], Choose], None]
+    beside: bool = False
+
+
+METHODS: dict[HeadKind, Method] = {
+    "eagle3": Method(draft_serially),
+    "mtp": Method(draft_serially),
+    "peagle": Method(draft_with_masks),
+    "dflash": Method(draft_block, beside=True),
+    "dspark": Method(draft_block, beside=True),
 }

@@ -25,7 +25,7 @@ _ROOM = 256
 
 
 class TextMemory(Protocol):
-    """What a head remembers of one text: rows of consecutive positions, the first of them `start`.
+    """What a head remembers of one text: rows of consecutive positions from `start` on, but for those skipped.
 
     Rows behind `kept` belong to a draft, and are forgotten by `forget`.
     """
@@ -42,6 +42,9 @@ class TextMemory(Protocol):
 
     def keep(self, count: int) -> None:
         """So many rows behind those that stay do, too."""
+
+    def skip(self, count: int) -> None:
+        """So many positions behind the end have no row: the next one stands behind them."""
 
     def forget(self) -> None:
         """Forgets the rows of a draft."""
@@ -76,6 +79,11 @@ class Memory:
     def keep(self, count: int) -> None:
         """So many rows behind those that stay do, too."""
         self.kept += count
+
+    def skip(self, count: int) -> None:
+        """See TextMemory; a window counts rows, so that it reaches further back then."""
+        # Keys are turned when they come: those that are there keep their places.
+        self.start += count
 
     def rows(self, layer: int = 0) -> int:
         """How many a layer holds."""

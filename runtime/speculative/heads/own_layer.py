@@ -47,6 +47,10 @@ class CachedMemory:
         """So many rows behind those that stay do, too."""
         self.kept += count
 
+    def skip(self, count: int) -> None:
+        """See TextMemory; rows that are there move up to those that follow, as positions count from one another."""
+        self.start += count
+
     def forget(self) -> None:
         """Forgets the rows of a draft."""
         self._cache.truncate(self.handle, self.kept)

@@ -16,6 +16,7 @@ from runtime.errors import UserError
 from runtime.model.base import BaseDecoder
 from runtime.sampling.params import Sampling
 from runtime.speculative.draft import Draft, Outcome, Request, TakenStates
+from runtime.speculative.draft_length import Controller
 from runtime.speculative.drafters.fallback import ChainedDrafter
 from runtime.speculative.drafters.lookup import LookupDrafter
 
@@ -125,6 +126,58 @@ def test_every_token_that_stays_is_read_once(target: Model, taps: tuple[int, ...
         # What the last round accepted is not read any more.
         assert first == 0 and len(tokens) - 5 <= len(states) < len(tokens)
         assert torch.equal(states, expected(target, tokens, taps)[: len(states)])
+
+
+class Wrong(Reader):
+    """Never right, whatever it reads; states that never came are no error, but for the last one before a draft."""
+
+    def __init__(self, taps: tuple[int, ...]) -> None:
+        super().__init__(taps)
+        self.ends: dict[int, int] = {}
+        self.gaps = self.drafts = 0
+
+    def read(self, taken: Sequence[TakenStates]) -> None:
+        for part in taken:
+            self.gaps += part.request.id in self.ends and part.start > self.ends[part.request.id]
+            assert part.start >= self.ends.get(part.request.id, 0)
+            self.ends[part.request.id] = part.start + len(part.states)
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+        for request, budget in zip(requests, budgets, strict=True):
+            assert not budget or self.ends[request.id] == len(request.tokens) - 1
+        self.drafts += any(budgets)
+        return [Draft.chain([319] * budget) for budget in budgets]
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        assert not any(outcome.length for outcome in outcomes)
+
+    def close(self, request: Request) -> None:
+        self.ends.pop(request.id, None)
+
+
+def test_nothing_is_read_while_a_controller_rests(target: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = Speculator(target).generate([[number, 7, 9] for number in range(4)], 100, stop=())
+    known = [result.prompt_tokens + result.tokens for result in results]
+    assert all(319 not in text for text in known)
+    assert isinstance(target.decoder, BaseDecoder)
+    forwards = {(): 0, (1,): 0}
+    forward = type(target.decoder).forward
+
+    def counted(self: BaseDecoder, *arguments: Any) -> Any:
+        forwards[self.taps] += 1
+        return forward(self, *arguments)
+
+    monkeypatch.setattr(type(target.decoder), "forward", counted)
+    drafter, controller = Wrong((1,)), Controller()
+    for text in known * 2:
+        engine = Engine(target.decoder, drafter, controller, "coupled", target.decoder.new_cache())
+        assert run(engine, target, [text], 100)[0].tokens == text
+    assert forwards[()] > 2 * forwards[(1,)] > 0 and drafter.gaps and drafter.drafts > 3
+    # With a fixed length there is no rest.
+    before = dict(forwards)
+    engine = Engine(target.decoder, Wrong((1,)), 2, "coupled", target.decoder.new_cache())
+    assert run(engine, target, known[:1], 100)[0].tokens == known[0]
+    assert forwards[()] == before[()] and forwards[(1,)] > before[(1,)]
 
 
 def test_preempted_texts_begin_anew(target: Model) -> None:

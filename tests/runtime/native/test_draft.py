@@ -15,13 +15,15 @@ from torch import Tensor
 
 from runtime import load
 from runtime.cache.contiguous import ContiguousCache
-from runtime.contract import GreedyChains, Rows, integers
+from runtime.contract import ChainNoise, GreedyChains, Rows, integers
 from runtime.errors import UserError
 from runtime.kv_store import CacheKind
 from runtime.model.native import NativeDecoder
 from runtime.native.binding import PATHS, require
 from runtime.sampling.distribution import argmax_tokens
+from runtime.sampling.noise import exponential, race
 from runtime.sampling.params import Sampling
+from runtime.sampling.processors import softmax
 from runtime.speculative.draft import Request
 from runtime.speculative.drafters.model import ModelDrafter
 
@@ -83,6 +85,59 @@ def same_as_by_steps(made: NativeDecoder, text: Text, kind: CacheKind = "float32
     for handle, twin in zip(handles, others, strict=True):
         assert one.length(handle) == other.length(twin)
         assert all(torch.equal(a, b) for a, b in zip(stored(one, handle), stored(other, twin), strict=True))
+
+
+@pytest.mark.parametrize("limit", [320, 171])
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+def test_sampled_chains_are_those_of_the_race(tiny: Tiny, text: Text, native_path: str, model: str, limit: int) -> None:
+    """Beside a greedy one in the same call; the tokens are numpy's step by step, not greedy or another seed's."""
+    made, tokens = decoder(tiny(model), native_path), text(sum(PIECES), seed=5)
+    (one, handles), (other, others) = opened(made, text), opened(made, text)
+
+    def noise(seed: int) -> list[ChainNoise | None]:
+        found: list[ChainNoise | None] = [
+            ChainNoise(0.4 + 0.5 * row, [exponential(seed + row, step, 330) for step in range(count)])
+            for row, count in enumerate(STEPS)
+        ]
+        return [None, *found[1:]]
+
+    drawn = noise(7)
+    drafted = made.continue_sampled(tokens, spans(one, handles, PIECES), one, STEPS, limit, drawn)
+    expected = torch.full_like(drafted, -1)
+    for row, (handle, piece, own) in enumerate(zip(others, tokens.split(PIECES), drawn, strict=True)):
+        for step in range(STEPS[row]):
+            logits = (
+                made.forward(piece, spans(other, [handle], [len(piece)]), other).logits[-1, :limit].double().numpy()
+            )
+            if own is None:
+                expected[row, step] = int(logits.argmax())
+            else:
+                expected[row, step] = race(softmax(logits, own.temperature, 0), own.steps[step][:limit])
+            piece = expected[row, step : step + 1]
+    assert torch.equal(drafted, expected)
+    for different in ([], noise(8)):
+        again, fresh = opened(made, text)
+        found = made.continue_sampled(tokens, spans(again, fresh, PIECES), again, STEPS, limit, different)
+        assert torch.equal(found[0], drafted[0]) and not torch.equal(found, drafted)
+    again, fresh = opened(made, text)
+    short = [None, None, ChainNoise(1.0, drawn[2].steps[:3]), None]  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="a chain of 9 tokens needs noise for each, of"):
+        made.continue_sampled(tokens, spans(again, fresh, PIECES), again, STEPS, limit, short)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}])
+def test_sampled_drafts_in_one_call_are_those_step_by_step(tiny: Tiny, sampling: dict[str, Any]) -> None:
+    """Of a drafter; where something is cut off, and under `rejection`, they go step by step."""
+    model, drafts = load(tiny("llama")), []
+    requests = [Request(i, [3, 5 + i], 2, Sampling(temperature=1.0, seed=i, **sampling), 40) for i in range(2)]
+    for stepwise in (False, True):
+        drafter = ModelDrafter(model)
+        assert drafter._in_one_call(requests[0].sampling) == (not sampling)
+        if stepwise:
+            drafter._chains = None
+        drafts.append(drafter.propose(requests, [7, 4]))
+    assert drafts[0] == drafts[1] and [len(draft.tokens) for draft in drafts[0]] == [7, 4]
+    assert not ModelDrafter(model, "rejection")._in_one_call(requests[0].sampling)
 
 
 @pytest.mark.parametrize("model", FAMILY)

@@ -109,6 +109,30 @@ def test_a_useless_drafter_costs_nothing(batch: int, forward: Callable[[int], fl
     assert PROBING < 0.02
 
 
+@pytest.mark.parametrize("step", [0.05, 0.3])
+def test_a_useless_drafter_costs_little_from_the_beginning(step: float) -> None:
+    """A first text of 512 tokens; the opening and the looks after it are all that drafting takes."""
+    found, chosen = simulate(Controller(), 512, per_token(0.0), step, flat)
+    assert found > 0.98 * expected(0, 0, step, flat) and max(chosen) > 1
+
+
+def test_after_a_rest_a_round_without_drafts_comes_first() -> None:
+    """In which drafters read what they did not read meanwhile."""
+    controller, rested, first, drafted = Controller(), False, 0, 0
+    for _ in range(4000):
+        if controller.resting(1):
+            controller.rested(1.0)
+            rested = True
+            continue
+        budget, _ = controller.next_budget(1, 1000)
+        first += rested
+        assert not (rested and budget)
+        rested, drafted = False, drafted + (first > 0 and budget > 0)
+        drafts = (Drafted(budget, 0),) if budget else ()
+        controller.observe(Round(1, budget, drafts, 1 + budget, 0.1 * budget, 1.0))
+    assert first > 20 and drafted > 5
+
+
 def test_it_notices_when_drafts_become_good_and_when_they_become_bad() -> None:
     controller = Controller()
     simulate(controller, 1000, per_token(0.0), 0.1, flat)

@@ -19,7 +19,7 @@ from runtime.errors import UserError
 from runtime.model.base import BaseDecoder
 from runtime.sampling.params import Sampling
 from runtime.speculate import CacheOptions
-from runtime.speculative.draft import Request, TakenStates
+from runtime.speculative.draft import Draft, Request, TakenStates
 from runtime.speculative.drafters.block import BlockDrafter
 from runtime.speculative.drafters.block_network import BlockNetwork, Seen, load_network, tables
 from runtime.speculative.drafters.by_name import drafter_by_name
@@ -175,14 +175,15 @@ def test_a_network_that_knows_the_text_is_accepted(target: Model, folder: Path) 
 
 
 def test_native_trees_are_those_of_torch(target: Model, folder: Path) -> None:
-    """Two texts whose states come in pieces of all sizes, until the window has moved on several times."""
+    """Two texts whose states come in pieces of all sizes, some never, until the window has moved on several times."""
     network, text, states = load_network(folder, target), torch.randint(0, 320, (120,)).tolist(), torch.randn(120, 128)
     if BlockDrafter(network)._native is None:
         pytest.skip("these kernels are not native")
     for branch in (1, 4):
         made = [BlockDrafter(network, branch=branch) for _ in range(2)]
         made[1]._native, at = None, 0
-        for count in (1, 5, 20, 3, 19, 2, 40, 1, 1, 25):
+        for gap, count in ((0, 1), (0, 5), (0, 20), (2, 1), (0, 19), (0, 2), (0, 40), (1, 1), (0, 1), (0, 22)):
+            at += gap
             requests = [Request(i, text[: at + count + 1], 1, Sampling(), 200) for i in range(2)]
             for drafter in made:
                 drafter.read([TakenStates(request, at, states[at : at + count]) for request in requests])
@@ -230,6 +231,27 @@ def test_drafts_do_not_depend_on_how_states_came(target: Model, folder: Path) ->
     assert known[0]
     assert known == drafted(0, [1, 2, 30, 20, 1, 6], False) == drafted(0, [2] * 30, True)
     assert known == drafted(60 - window, [window], False)
+
+
+def test_states_that_never_came_leave_a_gap(target: Model, folder: Path) -> None:
+    """Whether a draft was asked for before the gap or not; beyond the window nothing before it is seen."""
+    network, states = load_network(folder, target), torch.randn(8, 90, 128)
+    texts = torch.randint(0, 320, (8, 91)).tolist()
+
+    def drafted(pieces: list[tuple[int, int]], asked: bool) -> list[Draft]:
+        drafter, found = BlockDrafter(network), list[Draft]()
+        for first, end in pieces:
+            requests = [Request(i, text[: end + 1], 1, Sampling(), 100) for i, text in enumerate(texts)]
+            drafter.read([TakenStates(request, first, states[request.id, first:end]) for request in requests])
+            if asked or end == pieces[-1][1]:
+                found = drafter.propose(requests, [6] * len(requests))
+        return found
+
+    window = network.about.window
+    short = [(0, 6), (8, 9), (9, 12)]
+    assert drafted(short, True) == drafted(short, False) != drafted(short[1:], False)
+    far = [(0, 6), (6 + window, 9 + window)]
+    assert drafted(far, True) == drafted(far, False) == drafted(far[1:], False)
 
 
 def test_heads_of_a_target_by_name(target: Model, folder: Path) -> None:

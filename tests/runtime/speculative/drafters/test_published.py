@@ -223,6 +223,29 @@ def test_prompts_are_read_in_pieces(target: Model, folders: dict[str, Path], mon
         assert drafts[0] == drafts[1] and len(drafts[0]) == 4
 
 
+@pytest.mark.parametrize("name", ["eagle3", "peagle", "mtp", "dflash"])
+def test_states_that_never_came_leave_a_gap(target: Model, folders: dict[str, Path], name: str) -> None:
+    """Whether a draft was asked for before the gap or not, and not as if nothing stood before it."""
+    tokens = torch.randint(0, VOCAB, (31,), generator=torch.Generator().manual_seed(1)).tolist()
+    width = len(drafter_of(target, folders, name).taps) * HIDDEN
+    states = torch.randn((30, width), generator=torch.Generator().manual_seed(2))
+
+    def last_logits(pieces: list[tuple[int, int]], asked: bool) -> Tensor:
+        drafter, seen = drafter_of(target, folders, name), list[Tensor]()
+        choose = drafter._choose
+        drafter._choose = lambda logits, drafts: (seen.append(logits), choose(logits, drafts))[1]  # type: ignore[assignment, func-returns-value]
+        for first, end in pieces:
+            one = request(tokens[: end + 1])
+            drafter.read([TakenStates(one, first, states[first:end])])
+            if asked or end == 30:
+                drafter.propose([one], [3])
+        return seen[-1]
+
+    pieces = [(0, 9), (9, 12), (17, 18), (25, 30)]
+    assert torch.allclose(last_logits(pieces, True), last_logits(pieces, False), atol=1e-4)
+    assert not torch.allclose(last_logits(pieces, True), last_logits(pieces[-1:], True), atol=1e-2)
+
+
 def test_without_states_there_is_no_draft(target: Model, folders: dict[str, Path]) -> None:
     drafter, one = drafter_of(target, folders, "eagle3"), request([1, 2, 3, 4, 5])
     states = torch.randn(4, 3 * HIDDEN)
