@@ -136,6 +136,12 @@ class Cache(Protocol):
     def cache_prefix(self, request: int, tokens: Sequence[int], salt: str = "") -> None:
         """Lets other requests match what is stored; `tokens` are those of the first slots, a chain."""
 
+    def piece_end(self, request: int, end: int, length: int) -> int:
+        """Where a piece of a text of `length` tokens that could end behind token `end` is to end.
+
+        So that others with the same beginning, or this one again, find there what they can go on from.
+        """
+
     def missing_pages(self, needs: Mapping[int, int]) -> int:
         """Pages that a forward of needs[request] rows of each request lacks; 0: it fits."""
 
@@ -171,6 +177,10 @@ class SharesNothing:
 
     def cache_prefix(self, request: int, tokens: Sequence[int], salt: str = "") -> None:
         """Does nothing."""
+
+    def piece_end(self, request: int, end: int, length: int) -> int:
+        """Anywhere: nobody else begins there."""
+        return end
 
     def missing_pages(self, needs: Mapping[int, int]) -> int:
         """0: there are no pages."""

@@ -64,6 +64,9 @@ class KeyValueCache(ABC):
     def cache_prefix(self, request: int, tokens: Sequence[int], salt: str = "") -> None: ...
 
     @abstractmethod
+    def piece_end(self, request: int, end: int, length: int) -> int: ...
+
+    @abstractmethod
     def missing_pages(self, needs: Mapping[int, int]) -> int: ...
 
     def store(self, request: int, group: int = 0) -> Store:

@@ -61,6 +61,12 @@ class States:
         self._end = len(self.tokens)
         self._oldest = max(self._oldest, self._end - len(self.memory))
 
+    def resume(self, tokens: Sequence[int], state: Tensor) -> None:
+        """Of a new request: what it would hold after these tokens, given the state after the last of them."""
+        self.tokens, self._end = [*tokens], len(tokens)
+        self._oldest = self._end - 1
+        self.place(self._oldest).copy_(state)
+
     def learn(self, first: int, tokens: Tensor) -> None:
         """Which tokens (n,) the slots from `first` on hold. They are read when they are needed, or are too many: only
         then this waits for the device on which they lie."""
