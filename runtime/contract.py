@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 CacheKind = Literal["float32", "float16", "int8", "int4", "int3"]
+# What the states of layers that carry one are held in, where a model has such.
+StateKind = Literal["float32", "float16"]
 # Those that hold numbers as they are, so that neither scales nor key factors have a meaning.
 FLOATS: tuple[CacheKind, ...] = ("float32", "float16")
 
@@ -202,8 +204,11 @@ class Decoder(Protocol):
     def threads(self) -> int:
         """CPU threads that a forward uses."""
 
-    def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> Cache:
-        """An empty cache that `forward` takes: memory for each request, or so many `pages` of 64 tokens for all."""
+    def new_cache(self, kind: CacheKind = "float32", pages: int | None = None, states: StateKind = "float32") -> Cache:
+        """An empty cache that `forward` takes: memory for each request, or so many `pages` of 64 tokens for all.
+
+        states  what the layers' states are held in, where they carry such; float16 is refused where they do not.
+        """
 
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
         """Appends every row to the cache, in order, and returns the rows `logits_at` (T-indices; None: all).

@@ -197,7 +197,9 @@ class KeyValueCache(ABC):
         """A new request's handle; it begins with the states of `origin`, if it is a copy of that."""
         handle, form = next(i for i in range(len(self._store) + 1) if i not in self._store), self.format
         if form.state:
-            self._states[handle] = States(form.state, form.device) if origin is None else self._states[origin].copy()
+            self._states[handle] = (
+                States(form.state, form.device, form.state_dtype) if origin is None else self._states[origin].copy()
+            )
         self._store[handle], self._length[handle] = stores, length
         return handle
 

@@ -15,21 +15,21 @@ from torch import Tensor
 _BYTES, _LEAST = 1 << 28, 4
 
 
-def most_snapshots(floats: int) -> int:
-    """How many a cache keeps of states of so many floats."""
-    return max(_LEAST, _BYTES // (4 * max(1, floats)))
+def most_snapshots(size: int) -> int:
+    """How many a cache keeps of states of so many bytes."""
+    return max(_LEAST, _BYTES // max(1, size))
 
 
 def bytes_of_snapshots(floats: int) -> int:
-    """What they take at most."""
-    return most_snapshots(floats) * 4 * floats
+    """What those of a cache of float32 take at most, of states of so many floats."""
+    return most_snapshots(4 * floats) * 4 * floats
 
 
 class Snapshots:
-    """By page, the state (floats,) after its last token."""
+    """By page, the state (floats,) after its last token; each is `size` bytes."""
 
-    def __init__(self, floats: int):
-        self._most = most_snapshots(floats)
+    def __init__(self, size: int):
+        self._most = most_snapshots(size)
         self._kept: OrderedDict[int, Tensor] = OrderedDict()
 
     def __len__(self) -> int:

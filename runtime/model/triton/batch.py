@@ -122,6 +122,7 @@ class Inputs:
     tail      (T, W) the request's slots of the keys from `start` on; W = 0 where all rows are chains.
     table     (R, B) the memory's blocks of each request.
     span      (R, 2), and address (T, 4): those of 64 bits that row_states.Walk has; none where no layer has a state.
+    halves    whether states are float16.
     """
 
     token: Tensor
@@ -133,11 +134,12 @@ class Inputs:
     table: Tensor
     span: Tensor
     address: Tensor
+    halves: bool = False
 
     @property
     def walk(self) -> Walk:
         """How layers that carry a state go through the rows."""
-        return Walk(self.span, self.address.view(torch.int64))
+        return Walk(self.span, self.address.view(torch.int64), self.halves)
 
 
 def fill(bucket: Bucket, out: Words, tokens: Words, reserved: Sequence[Reserved], cache: GpuCache) -> None:
