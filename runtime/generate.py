@@ -165,6 +165,8 @@ def main(
             factors = ", keys by calibrated factors" if scheme.factors(kind) else ""  # type: ignore[arg-type]
             factors = ", in rotated bases" if scheme.bases_of(kind) else factors  # type: ignore[arg-type]
             lines.append(("cache", f"{kind}{factors}{f' ({scheme.note})' if scheme.note else ''}"))
+        if states != "float32":
+            lines.append(("states", states))
         _summarise([*lines, ("kernels", _kernels(model.decoder)), ("lossless class", lossless)], quiet)
 
 
