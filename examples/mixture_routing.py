@@ -71,19 +71,18 @@ class Form:
 
 _LATENT = {"q_lora_rank": None, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32}
 _WIDE = {"intermediate_size": 384, "moe_intermediate_size": 96, "num_hidden_layers": LAYERS + 1}
-_ROUTED = {
-    "first_k_dense_replace": 1,
-    "n_routed_experts": EXPERTS,
-    "n_shared_experts": 1,
-    "n_group": 8,
-    "topk_group": 4,
-}
+_ROUTED = {"n_routed_experts": EXPERTS, "n_group": 8, "topk_group": 4, "n_shared_experts": 1}
+_DENSE = {"first_k_dense_replace": 1}
 _EVEN = {"output_router_logits": True, "router_aux_loss_coef": 0.01}
 _OLMOE = {"intermediate_size": 96, "num_hidden_layers": LAYERS, "num_experts": EXPERTS}
 FORMS = {
     "olmoe": Form("olmoe", _OLMOE | _EVEN, "olmoe-1b-7b"),
     "deepseek": Form(
-        "deepseek_v3", _LATENT | _WIDE | _ROUTED, "deepseek-v2-lite", {"num_experts_per_tok": CHOSEN}, balanced=True
+        "deepseek_v3",
+        _LATENT | _WIDE | _ROUTED | _DENSE,
+        "deepseek-v2-lite",
+        {"num_experts_per_tok": CHOSEN},
+        balanced=True,
     ),
 }
 
@@ -228,13 +227,9 @@ def write(form: Form, chosen: Tensor, out: Path, layers: int | None) -> None:
     ends = {name: published.config[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")}
     for name, shape, changes in (("model", published, form.changes), ("draft", SHAPES[DRAFT], ends)):
         config = model_config(shape.name, "int4", layers=shape.config["num_hidden_layers"]) | changes
-        about = Shape(shape.name, {**shape.config, **changes})
-        folder = out / name
-        folder.mkdir(parents=True)
-        drawn = RandomCheckpoint(folder, config, NO_SHARDS, about, "int4", "int8")
-        if name == "model":
-            drawn = RoutedCheckpoint(folder, config, NO_SHARDS, about, "int4", "int8", chosen=chosen)
-        write_weights(folder, drawn)
+        (folder := out / name).mkdir(parents=True)
+        about = (folder, config, NO_SHARDS, Shape(shape.name, {**shape.config, **changes}), "int4", "int8")
+        write_weights(folder, RoutedCheckpoint(*about, chosen=chosen) if name == "model" else RandomCheckpoint(*about))
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -251,10 +246,8 @@ def time_forwards(model: "Model", rounds: int) -> None:
     memory = reading_speed(decoder.threads)
     tasks = [("decode", width) for width in WIDTHS]
     found = forwards.time_forwards(decoder, "int4", tasks, rounds, memory, ids=torch.arange(1000, 2000))
-    for row in found:
-        row["over_bytes"] = row["bytes_read"] / found[0]["bytes_read"]
     show_scheme(console(112), "decode", "int4", found, memory.readings)
-    told = ", ".join(f"{row['over_bytes']:.2f} at {row['width']}" for row in found)
+    told = ", ".join(f"{row['bytes_read'] / found[0]['bytes_read']:.2f} at {row['width']}" for row in found)
     print(f"bytes over those of width 1: {told}")
 
 
@@ -304,16 +297,15 @@ def main(
     with without_traceback():
         if form not in FORMS:
             raise UserError(f"--form: {form!r} is unknown; use one of {', '.join(FORMS)}")
-        try:
-            alphas = [float(part) for part in acceptances.split(",")]
-        except ValueError as error:
-            raise UserError(f"--acceptances: expected numbers with commas between, found {acceptances!r}") from error
+        alphas = [part.strip() for part in acceptances.split(",")]
+        if not all(part.replace(".", "", 1).isdecimal() for part in alphas):
+            raise UserError(f"--acceptances: expected numbers with commas between, found {acceptances!r}")
         if not (out / "draft" / "config.json").is_file():
             write(FORMS[form], trained_routes(FORMS[form], out, minutes), out, layers)
         model, draft = load(out / "model"), load(out / "draft")
         print(f"{FORMS[form].shape}, int4, routed as trained; {machine()['cpu']}, {model.decoder.threads} threads")
         time_forwards(model, rounds)
-        speculate(model, draft, alphas, rounds)
+        speculate(model, draft, [*map(float, alphas)], rounds)
 
 
 def trained_routes(form: Form, out: Path, minutes: float) -> Tensor:
