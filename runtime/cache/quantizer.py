@@ -65,6 +65,11 @@ class CacheFormat:
         return self.layers * self.kv_heads * per_head
 
     @property
+    def states(self) -> StateKind | None:
+        """What states are held in; None where there are none."""
+        return self.state_kind if self.state else None
+
+    @property
     def state_dtype(self) -> torch.dtype:
         """Of `state_kind`."""
         return torch.float32 if self.state_kind == "float32" else torch.float16

@@ -250,12 +250,12 @@ class TritonDecoder(BaseDecoder):
         at: Tensor | None,
     ) -> Computed:
         """One forward of `count` rows, of which `places` have the tokens `drafted` on the device; rows `at` of it."""
-        keys, states = max(r.start + r.count for r in reserved), bool(cache.format.state)
+        keys, states = max(r.start + r.count for r in reserved), cache.format.states
         bucket = bucket_for(count, len(reserved), keys, depth_of(reserved), states)
         fill(bucket, self._staging.take(bucket.words), tokens, reserved, cache)
         block = self._graphs.block(bucket)
         self._staging.send(block)
-        inputs = Inputs(**bucket.cut(block), halves=cache.format.state_kind == "float16")
+        inputs = Inputs(**bucket.cut(block), halves=bucket.halves)
         if drafted is not None:
             # What is no token is found when the drafts are looked at; until then it must not be looked up.
             values = drafted.clamp(min=0).to(torch.int32)

@@ -22,7 +22,7 @@ from tests.runtime.model.families import FAMILIES, VOCABULARY, WINDOW, pack, wri
 Made = Callable[..., Path]
 KINDS: tuple[CacheKind, ...] = ("float32", "int8", "int4")
 FLOATS = CacheOptions("float32")
-# The cache that each scheme of weights meets at all widths and the reference decoder in: what a cache does at a width is
+# The cache that each scheme of weights meets at all widths and the reference in: what a cache does at a width is
 # the same whatever made its keys, so all pairs of both would find nothing more and take three times as long.
 ALL_WIDTHS: dict[str, CacheKind] = {"float32": "int8", "int8": "int4", "int4": "float32"}
 # A tree of three levels.

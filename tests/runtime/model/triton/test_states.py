@@ -93,6 +93,11 @@ def test_states_in_float16(made: Made, kind: str, device: str) -> None:
     again = cache.open(16)
     pieces = [feed(here, cache, again, tokens[at : at + 2]) for at in range(0, 7, 2)]
     assert torch.equal(torch.cat(pieces), want)
+    chain = cache.open(16)
+    drafted = here.continue_greedy(tokens[:4], Rows.chains([(chain, 0, 4)]), cache, [3], VOCABULARY)[0].cpu()
+    cache.truncate(chain, 0)
+    logits = feed(here, cache, chain, torch.cat((tokens[:4], drafted)))
+    assert torch.equal(logits[3:6].argmax(1).cpu(), drafted)
 
 
 @pytest.mark.parametrize("kind", often(KINDS, "falcon_h1"))
