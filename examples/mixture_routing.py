@@ -49,6 +49,7 @@ DRAFT = "tinyllama-tenth"
 # What a step adds to or takes from an expert's correction.
 CORRECTION = 0.003
 PROMPTS, PROMPT, NEW_TOKENS = 6, 32, 128
+ACCEPTANCES = [0.0, 0.2, 0.4, 0.7]
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -71,15 +72,14 @@ class Form:
 
 _LATENT = {"q_lora_rank": None, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32}
 _WIDE = {"intermediate_size": 384, "moe_intermediate_size": 96, "num_hidden_layers": LAYERS + 1}
-_ROUTED = {"n_routed_experts": EXPERTS, "n_group": 8, "topk_group": 4, "n_shared_experts": 1}
-_DENSE = {"first_k_dense_replace": 1}
+_MIX = {"n_routed_experts": EXPERTS, "n_group": 8, "topk_group": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
 _EVEN = {"output_router_logits": True, "router_aux_loss_coef": 0.01}
 _OLMOE = {"intermediate_size": 96, "num_hidden_layers": LAYERS, "num_experts": EXPERTS}
 FORMS = {
     "olmoe": Form("olmoe", _OLMOE | _EVEN, "olmoe-1b-7b"),
     "deepseek": Form(
         "deepseek_v3",
-        _LATENT | _WIDE | _ROUTED | _DENSE,
+        _LATENT | _WIDE | _MIX,
         "deepseek-v2-lite",
         {"num_experts_per_tok": CHOSEN},
         balanced=True,
@@ -93,9 +93,8 @@ def small_mixture(form: Form, vocabulary: int) -> nn.Module:
 
     torch.manual_seed(0)
     common = {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 6, "num_experts_per_tok": CHOSEN}
-    ends = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
-    config = AutoConfig.for_model(form.kind, vocab_size=vocabulary, **common, **ends, **form.small)
-    model: nn.Module = AutoModelForCausalLM.from_config(config)
+    common |= {"vocab_size": vocabulary, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(form.kind, **common, **form.small))
     return model
 
 
@@ -167,12 +166,19 @@ def described(chosen: Tensor) -> str:
     return f"experts that a layer reads for neighbouring tokens: {runs}; the busiest has {most:.1f} times its share"
 
 
+def typical(chosen: Tensor) -> int:
+    """Where runs of all widths read as many experts as such runs do on average, or nearly."""
+    marked = torch.zeros(*chosen.shape[:2], EXPERTS).scatter_(2, chosen, 1.0)
+    starts = chosen.shape[1] - WIDTHS[-1]
+    each = [marked.unfold(1, width, 1).amax(-1).sum(-1).mean(0)[:starts] for width in WIDTHS]
+    return int(torch.stack([counts / counts.mean() - 1 for counts in each]).abs().amax(0).argmin())
+
+
 @dataclass(frozen=True)
 class RoutedCheckpoint(RandomCheckpoint):
     """A random model whose tokens carry the experts that they go to, and which token follows."""
 
     chosen: Tensor | None = None
-
     _kept = LAYERS * EXPERTS + CODE
     """Dimensions of the hidden state that no layer writes to."""
 
@@ -233,8 +239,8 @@ def write(form: Form, chosen: Tensor, out: Path, layers: int | None) -> None:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def time_forwards(model: "Model", rounds: int) -> None:
-    """A table of forwards of runs of tokens."""
+def time_forwards(model: "Model", start: int, rounds: int) -> None:
+    """A table of forwards of runs of tokens from `start` on."""
     from runtime.bench import forwards
     from runtime.bench.measure import reading_speed
     from runtime.bench.output import console, show_scheme
@@ -245,7 +251,7 @@ def time_forwards(model: "Model", rounds: int) -> None:
         raise UserError("experts are counted by the native kernels, which were not built; see README")
     memory = reading_speed(decoder.threads)
     tasks = [("decode", width) for width in WIDTHS]
-    found = forwards.time_forwards(decoder, "int4", tasks, rounds, memory, ids=torch.arange(1000, 2000))
+    found = forwards.time_forwards(decoder, "int4", tasks, rounds, memory, ids=torch.arange(start, start + 1000))
     show_scheme(console(112), "decode", "int4", found, memory.readings)
     told = ", ".join(f"{row['bytes_read'] / found[0]['bytes_read']:.2f} at {row['width']}" for row in found)
     print(f"bytes over those of width 1: {told}")
@@ -269,15 +275,11 @@ def speculate(model: "Model", draft: "Model", acceptances: Sequence[float], roun
         each = [a / b for a, b in zip(ways[1].tokens_per_second, ways[0].tokens_per_second, strict=True)]
         found.append(row(job, *ways, None) | {"acceptance": alpha, "least": min(each)})
     columns = (
-        ("acceptance", "acceptance a token", ".1f"),
-        ("drafted_per_round", "γ", ".2f"),
-        ("tokens_per_round", "tokens a round", ".2f"),
-        ("draft_step_ratio", "draft step", ".3f"),
-        ("decode_speedup", "speedup", ".2f"),
-        ("speedup", "with prompts", ".2f"),
-        ("least", "least of a round", ".2f"),
-        ("mismatches", "texts that differ", "d"),
-    )
+        ("acceptance", "acceptance a token", ".1f"), ("drafted_per_round", "γ", ".2f"),
+        ("tokens_per_round", "tokens a round", ".2f"), ("draft_step_ratio", "draft step", ".3f"),
+        ("decode_speedup", "speedup", ".2f"), ("speedup", "with prompts", ".2f"),
+        ("least", "least of a round", ".2f"), ("mismatches", "texts that differ", "d"),
+    )  # fmt: skip
     console(112).print(table(columns, found, f"γ chosen; medians of {rounds} rounds in turns"))
 
 
@@ -287,7 +289,7 @@ def main(
     form: Annotated[str, typer.Option(help=f"{' or '.join(FORMS)}.")] = "olmoe",
     minutes: Annotated[float, typer.Option(help="How long the small mixture is trained.")] = 10.0,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds that count.")] = 9,
-    acceptances: Annotated[str, typer.Option(help="The oracle's, per token, with commas.")] = "0,0.2,0.4,0.7",
+    acceptance: Annotated[list[float], typer.Option(help="The oracle's, per token; may be repeated.")] = ACCEPTANCES,
     layers: Annotated[int | None, typer.Option(help="The model of its first layers alone.", show_default="all")] = None,
 ) -> None:
     """Trains, writes, times and speculates."""
@@ -297,15 +299,13 @@ def main(
     with without_traceback():
         if form not in FORMS:
             raise UserError(f"--form: {form!r} is unknown; use one of {', '.join(FORMS)}")
-        alphas = [part.strip() for part in acceptances.split(",")]
-        if not all(part.replace(".", "", 1).isdecimal() for part in alphas):
-            raise UserError(f"--acceptances: expected numbers with commas between, found {acceptances!r}")
+        chosen = trained_routes(FORMS[form], out, minutes)
         if not (out / "draft" / "config.json").is_file():
-            write(FORMS[form], trained_routes(FORMS[form], out, minutes), out, layers)
+            write(FORMS[form], chosen, out, layers)
         model, draft = load(out / "model"), load(out / "draft")
         print(f"{FORMS[form].shape}, int4, routed as trained; {machine()['cpu']}, {model.decoder.threads} threads")
-        time_forwards(model, rounds)
-        speculate(model, draft, [*map(float, alphas)], rounds)
+        time_forwards(model, typical(chosen), rounds)
+        speculate(model, draft, acceptance, rounds)
 
 
 def trained_routes(form: Form, out: Path, minutes: float) -> Tensor:
