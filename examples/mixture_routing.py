@@ -78,11 +78,7 @@ _OLMOE = {"intermediate_size": 96, "num_hidden_layers": LAYERS, "num_experts": E
 FORMS = {
     "olmoe": Form("olmoe", _OLMOE | _EVEN, "olmoe-1b-7b"),
     "deepseek": Form(
-        "deepseek_v3",
-        _LATENT | _WIDE | _MIX,
-        "deepseek-v2-lite",
-        {"num_experts_per_tok": CHOSEN},
-        balanced=True,
+        "deepseek_v3", _LATENT | _WIDE | _MIX, "deepseek-v2-lite", {"num_experts_per_tok": CHOSEN}, balanced=True
     ),
 }
 
