@@ -32,6 +32,7 @@ KERNELS = [
     "attention",
     "delta_rule",
     "state_space",
+    "halves",
     "block_math",
     "path",
 ]

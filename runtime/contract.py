@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 CacheKind = Literal["float32", "float16", "int8", "int4", "int3"]
+# What the states of layers that carry one are held in, where a model has such.
+StateKind = Literal["float32", "float16"]
 # Those that hold numbers as they are, so that neither scales nor key factors have a meaning.
 FLOATS: tuple[CacheKind, ...] = ("float32", "float16")
 
@@ -137,6 +139,12 @@ class Cache(Protocol):
     def cache_prefix(self, request: int, tokens: Sequence[int], salt: str = "") -> None:
         """Lets other requests match what is stored; `tokens` are those of the first slots, a chain."""
 
+    def piece_end(self, request: int, end: int, length: int) -> int:
+        """Where a piece of a text of `length` tokens that could end behind token `end` is to end.
+
+        So that others with the same beginning, or this one again, find there what they can go on from.
+        """
+
     def missing_pages(self, needs: Mapping[int, int]) -> int:
         """Pages that a forward of needs[request] rows of each request lacks; 0: it fits."""
 
@@ -173,6 +181,10 @@ class SharesNothing:
     def cache_prefix(self, request: int, tokens: Sequence[int], salt: str = "") -> None:
         """Does nothing."""
 
+    def piece_end(self, request: int, end: int, length: int) -> int:
+        """Anywhere: nobody else begins there."""
+        return end
+
     def missing_pages(self, needs: Mapping[int, int]) -> int:
         """0: there are no pages."""
         return 0
@@ -193,8 +205,11 @@ class Decoder(Protocol):
     def threads(self) -> int:
         """CPU threads that a forward uses."""
 
-    def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> Cache:
-        """An empty cache that `forward` takes: memory for each request, or so many `pages` of 64 tokens for all."""
+    def new_cache(self, kind: CacheKind = "float32", pages: int | None = None, states: StateKind = "float32") -> Cache:
+        """An empty cache that `forward` takes: memory for each request, or so many `pages` of 64 tokens for all.
+
+        states  what the layers' states are held in, where they carry such; float16 is refused where they do not.
+        """
 
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
         """Appends every row to the cache, in order, and returns the rows `logits_at` (T-indices; None: all).

@@ -111,6 +111,9 @@ def main(
             help="Keys and values in float32, int8, int4 or, on GPUs, float16.", show_default="as the artifact says"
         ),
     ] = "auto",
+    states: Annotated[
+        str, typer.Option(help="States of delta nets, state spaces and short convolutions: float32 or float16.")
+    ] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="CPU threads; by default one per physical core.")] = None,
     kernels: Annotated[
@@ -137,7 +140,7 @@ def main(
 
         penalties, bias = (repetition_penalty, presence_penalty, frequency_penalty), _bias(logit_bias or [])
         sampling = Sampling(temperature, top_k, top_p, min_p, *penalties, seed, bias, min_tokens)
-        cache = CacheOptions(kv)  # type: ignore[arg-type]  # it refuses what is no kind
+        cache = CacheOptions(kv, None, states)  # type: ignore[arg-type]  # it refuses what is no kind
         options: dict[str, Any] = {"device": device, "threads": threads, "kernels": kernels}
         if beams is not None:
             _require_plain(sampling, stop, draft, drafter)
@@ -162,6 +165,8 @@ def main(
             factors = ", keys by calibrated factors" if scheme.factors(kind) else ""  # type: ignore[arg-type]
             factors = ", in rotated bases" if scheme.bases_of(kind) else factors  # type: ignore[arg-type]
             lines.append(("cache", f"{kind}{factors}{f' ({scheme.note})' if scheme.note else ''}"))
+        if states != "float32":
+            lines.append(("states", states))
         _summarise([*lines, ("kernels", _kernels(model.decoder)), ("lossless class", lossless)], quiet)
 
 

@@ -6,9 +6,10 @@ import threading
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from runtime.contract import Cache, CacheKind, Decoder, no_drafts
+from runtime.cache.options import CONTIGUOUS, CacheOptions
+from runtime.contract import no_drafts
 from runtime.engine.engine import Engine
 from runtime.engine.metrics import Metrics
 from runtime.engine.requests import (
@@ -66,33 +67,6 @@ class Result:
     metrics: Metrics
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class CacheOptions:
-    """How the target's cache holds keys and values, and in how many pages of 64 tokens (None: memory per request).
-
-    kind  "auto": as the target's artifact says (float32 where it says nothing).
-
-    Raises UserError for an unknown kind, or for no pages.
-    """
-
-    kind: CacheKind | Literal["auto"] = "auto"
-    pages: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("auto", *get_args(CacheKind)):
-            kinds = ", ".join(("auto", *get_args(CacheKind)))
-            raise UserError(f"the kind of cache must be one of {kinds}, but is {self.kind!r}; choose one of them.")
-        if self.pages is not None and self.pages < 1:
-            raise UserError(f"a paged cache needs at least 1 page, but {self.pages} were asked for; give it more.")
-
-    def make(self, decoder: Decoder) -> Cache:
-        """An empty cache of the decoder's."""
-        return decoder.new_cache(decoder.kv.kind if self.kind == "auto" else self.kind, self.pages)
-
-
-CONTIGUOUS = CacheOptions()
 
 
 class Stream(Iterator[Piece]):

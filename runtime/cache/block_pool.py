@@ -93,6 +93,10 @@ class BlockPool:
         else:
             self._free.append(page)
 
+    def is_known(self, page: int) -> bool:
+        """Whether the page is known by its tokens."""
+        return page in self._prefix
+
     def find(self, prefix: Prefix) -> tuple[int, int] | None:
         """The page known by `prefix` and the number of the prefix that it ends, or None."""
         return self._known.get(prefix)

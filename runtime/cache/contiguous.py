@@ -64,6 +64,9 @@ class KeyValueCache(ABC):
     def cache_prefix(self, request: int, tokens: Sequence[int], salt: str = "") -> None: ...
 
     @abstractmethod
+    def piece_end(self, request: int, end: int, length: int) -> int: ...
+
+    @abstractmethod
     def missing_pages(self, needs: Mapping[int, int]) -> int: ...
 
     def store(self, request: int, group: int = 0) -> Store:
@@ -194,7 +197,9 @@ class KeyValueCache(ABC):
         """A new request's handle; it begins with the states of `origin`, if it is a copy of that."""
         handle, form = next(i for i in range(len(self._store) + 1) if i not in self._store), self.format
         if form.state:
-            self._states[handle] = States(form.state, form.device) if origin is None else self._states[origin].copy()
+            self._states[handle] = (
+                States(form.state, form.device, form.state_dtype) if origin is None else self._states[origin].copy()
+            )
         self._store[handle], self._length[handle] = stores, length
         return handle
 

@@ -14,6 +14,7 @@ import torch
 from runtime.cache.block_pool import ROOT, BlockPool, Prefix
 from runtime.cache.contiguous import KeyValueCache, blocks_for, blocks_of
 from runtime.cache.quantizer import CacheFormat
+from runtime.cache.snapshots import Snapshots
 from runtime.errors import OutOfPages, UserError
 from runtime.kv_store import KEY_BLOCK
 
@@ -22,7 +23,8 @@ class PagedCache(KeyValueCache):
     """Requests take pages as they grow and let them go as they shrink.
 
     A page may be held by several requests, which only read it; who writes into it takes a copy first. Full pages that
-    were cached stay after their requests, for others with the same tokens, until their memory is needed.
+    were cached stay after their requests, for others with the same tokens, until their memory is needed. Where layers
+    have states, others begin where a page has a snapshot of them (snapshots.py).
     """
 
     def __init__(self, form: CacheFormat | tuple[CacheFormat, ...], pages: int):
@@ -34,6 +36,8 @@ class PagedCache(KeyValueCache):
         self._pages = BlockPool(pages)
         # Per request, the pages of its blocks so far. A store's table repeats them where the kernels find them.
         self._held: dict[int, list[int]] = {}
+        self._snapshots = Snapshots(self.format.state * self.format.state_dtype.itemsize)
+        self._parts: dict[int, int] = {}  # per request, up to where known pages held its text when it began
 
     @property
     def pages(self) -> int:
@@ -67,6 +71,7 @@ class PagedCache(KeyValueCache):
         """See KeyValueCache: pages that others hold, or that are known, stay."""
         self._let_go(request, 0)
         del self._held[request]
+        self._parts.pop(request, None)
         super().close(request)
 
     def fork(self, request: int) -> int:
@@ -79,22 +84,28 @@ class PagedCache(KeyValueCache):
     def match_prefix(self, request: int, tokens: Sequence[int], salt: str = "") -> int:
         """See KeyValueCache: as many leading full pages as are known and fit the request.
 
-        One token at least is left over: its forward gives the logits to go on with. Where layers have states none are
-        known: pages hold keys and values alone, and the states would have to be computed from the first token on.
+        One token at least is left over: its forward gives the logits to go on with. Where layers have states, only up
+        to the last of these pages that has a snapshot of them.
         """
         if self._length[request]:
             raise ValueError(f"request {request} holds {self._length[request]} tokens; only an empty one can match")
         most = min((len(tokens) - 1) // KEY_BLOCK, self.capacity(request) // KEY_BLOCK)
-        if self.format.state:
-            return 0
-        parent = ROOT
-        for block, content in enumerate(_contents(tokens, max(most, 0))):
+        parent, found_pages = ROOT, list[int]()
+        for content in _contents(tokens, max(most, 0)):
             found = self._pages.find(Prefix(parent, content, salt if parent == ROOT else ""))
             if found is None:
                 break
             page, parent = found
+            found_pages.append(page)
+        self._parts[request] = len(found_pages) * KEY_BLOCK
+        while self.format.state and found_pages and found_pages[-1] not in self._snapshots:
+            found_pages.pop()
+        for block, page in enumerate(found_pages):
             self._pages.share(page)
             self._put(request, block, page)
+        if self.format.state and found_pages:
+            states = self._states[request]
+            states.resume(tokens[: len(found_pages) * KEY_BLOCK], self._snapshots.use(found_pages[-1]))
         self._length[request] = len(self._held[request]) * KEY_BLOCK
         return self._length[request]
 
@@ -102,12 +113,43 @@ class PagedCache(KeyValueCache):
         """See KeyValueCache: full pages only. Raises ValueError for more tokens than are stored."""
         if len(tokens) > self._length[request]:
             raise ValueError(f"{len(tokens)} tokens are to be cached, and {self._length[request]} are stored")
-        if self.format.state:
-            return
+        self._note_state(request)
         parent = ROOT
         held = self._held[request]
         for page, content in zip(held, _contents(tokens, len(tokens) // KEY_BLOCK), strict=False):
-            parent = self._pages.know(page, Prefix(parent, content, salt if parent == ROOT else ""))
+            prefix = Prefix(parent, content, salt if parent == ROOT else "")
+            parent = self._pages.know(page, prefix)
+            if self.format.state and (known := self._pages.find(prefix)) is not None:
+                self._snapshots.move(page, known[0])
+
+    def piece_end(self, request: int, end: int, length: int) -> int:
+        """See Cache: of layers with states, where the text parts from others', and at its last full page."""
+        if not self.format.state:
+            return end
+        first, parts = self._length[request], self._parts.get(request, 0)
+        page = (end - (end == length)) // KEY_BLOCK * KEY_BLOCK
+        return next((place for place in (parts, page) if first < place < end), end)
+
+    def reserve(self, request: int, count: int) -> int:
+        """See KeyValueCache: what the request holds now has been decided on, so its state may be kept."""
+        if self.format.state:
+            self._note_state(request)
+        return super().reserve(request, count)
+
+    def _note_state(self, request: int) -> None:
+        """Keeps the state after the request's last full page, where it is still there."""
+        blocks = self._length[request] // KEY_BLOCK
+        if not self.format.state or not blocks or (page := self._held[request][blocks - 1]) in self._snapshots:
+            return
+        states = self._states[request]
+        if not states.holds(blocks * KEY_BLOCK):
+            return
+        # Of a text that grows page by page the last one is enough, unless others part from it there.
+        if blocks > 1 and (blocks - 1) * KEY_BLOCK != self._parts.get(request):
+            before = self._held[request][blocks - 2]
+            if not self._pages.is_known(before):
+                self._snapshots.drop(before)
+        self._snapshots.add(page, states.place(blocks * KEY_BLOCK - 1))
 
     def missing_pages(self, needs: Mapping[int, int]) -> int:
         """See KeyValueCache: copies of shared pages count too. Raises KeyError for a handle that is not open."""
@@ -138,14 +180,21 @@ class PagedCache(KeyValueCache):
             raise OutOfPages(lacking, KEY_BLOCK)
         for block in wanted:
             if block >= len(held):
-                self._put(request, block, self._pages.take())
+                self._put(request, block, self._take())
             elif self._pages.holders(held[block]) > 1:
-                page = self._pages.take()
+                page = self._take()
                 self._copy(held[block], page)
                 self._pages.release(held[block])
                 self._put(request, block, page)
             else:
                 self._pages.forget(held[block])
+                self._snapshots.drop(held[block])
+
+    def _take(self) -> int:
+        """A page of nobody's, whatever was known of what it held."""
+        page = self._pages.take()
+        self._snapshots.drop(page)
+        return page
 
     def _copy(self, source: int, target: int) -> None:
         for part in (part for store in self._memory for part in store.parts):

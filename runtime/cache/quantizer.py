@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runtime.contract import FLOATS, CacheBasis, CacheKind
+from runtime.contract import FLOATS, CacheBasis, CacheKind, StateKind
 from runtime.kernels.basis import round_signed
 from runtime.kernels.reference import quantize_rows
 from runtime.kv_store import KEY_BLOCK, LIMITS, SIGNED, THREE_BITS, VECTOR, Store
@@ -22,6 +22,7 @@ class CacheFormat:
     value_dim   dimensions of values; 0: as many as of keys.
     state       floats of the states of all layers that have one (cache/states.py); of a cache with layers of several
                 shapes it is the first format's.
+    state_kind  what these floats are held in: as they are, or as the nearest halves.
     basis       what keys and values are written in, in place of factors; None: as they are.
 
     Raises ValueError for a factor of another shape or with entries that are not positive, and for a basis of another
@@ -37,6 +38,7 @@ class CacheFormat:
     value_dim: int = 0
     state: int = 0
     basis: CacheBasis | None = None
+    state_kind: StateKind = "float32"
 
     def __post_init__(self) -> None:
         factor, shape = self.key_factor, (self.layers, self.kv_heads, self.head_dim)
@@ -61,6 +63,16 @@ class CacheFormat:
         size, scale = each[self.kind]
         per_head = sum(math.ceil(size * dim) + scale for dim in (self.head_dim, self.values))
         return self.layers * self.kv_heads * per_head
+
+    @property
+    def states(self) -> StateKind | None:
+        """What states are held in; None where there are none."""
+        return self.state_kind if self.state else None
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Of `state_kind`."""
+        return torch.float32 if self.state_kind == "float32" else torch.float16
 
     @property
     def values(self) -> int:

@@ -4,6 +4,9 @@ A row reads the state after its parent and leaves its own, so to roll back, in a
 which token is the last. As many are kept as a request's drafts have needed so far: of a prompt the last ones, for a
 state may be megabytes. What is rolled back further than states are kept is computed again from the text, to the same
 bits (`States.holds`, BaseDecoder): states are a cache of what the tokens imply.
+
+States in float16 are rounded to the nearest where a row leaves its own, so every row reads rounded ones, also within
+one forward. A state beyond ±65504 is an infinity, which no logits survive unseen.
 """
 
 from collections.abc import Sequence
@@ -30,13 +33,13 @@ def bytes_of_states(floats: int) -> int:
 
 
 class States:
-    """One request's: `memory` (held, floats) float32, the state after slot s at s modulo `held`.
+    """One request's: `memory` (held, floats) float32 or float16, the state after slot s at s modulo `held`.
 
     Raises UserError where the machine has no memory for more of them.
     """
 
-    def __init__(self, floats: int, device: torch.device):
-        self.memory = _allocate(_LEAST if floats >= _LARGE else _FIRST, floats, device)
+    def __init__(self, floats: int, device: torch.device, dtype: torch.dtype = torch.float32):
+        self.memory = _allocate(_LEAST if floats >= _LARGE else _FIRST, floats, device, dtype)
         self.tokens: list[int] = []  # in order of their slots
         self._oldest = 0  # the first slot whose state is still there
         self._end = 0  # behind the last slot that a forward took
@@ -44,10 +47,10 @@ class States:
         self._unread: list[tuple[int, Tensor]] = []
 
     @property
-    def pointers(self) -> tuple[int, int, int]:
-        """Address, how many are held, and floats of one."""
+    def pointers(self) -> tuple[int, int, int, int]:
+        """Address, how many are held, floats of one, and 1 where they are float16, else 0."""
         held, floats = self.memory.shape
-        return self.memory.data_ptr(), held, floats
+        return self.memory.data_ptr(), held, floats, int(self.memory.dtype is torch.float16)
 
     def holds(self, length: int) -> bool:
         """Whether the state after the first `length` tokens is there; before the first it is all zeros."""
@@ -60,6 +63,12 @@ class States:
         self.tokens += tokens
         self._end = len(self.tokens)
         self._oldest = max(self._oldest, self._end - len(self.memory))
+
+    def resume(self, tokens: Sequence[int], state: Tensor) -> None:
+        """Of a new request: what it would hold after these tokens, given the state after the last of them."""
+        self.tokens, self._end = [*tokens], len(tokens)
+        self._oldest = self._end - 1
+        self.place(self._oldest).copy_(state)
 
     def learn(self, first: int, tokens: Tensor) -> None:
         """Which tokens (n,) the slots from `first` on hold. They are read when they are needed, or are too many: only
@@ -98,7 +107,7 @@ class States:
     def copy(self) -> "States":
         """The same for a request that goes its own way from here."""
         other = States(0, self.memory.device)
-        other.memory = _allocate(len(self.memory), self.memory.shape[1], self.memory.device)
+        other.memory = _allocate(len(self.memory), self.memory.shape[1], self.memory.device, self.memory.dtype)
         other.memory.copy_(self.memory)
         other.tokens, other._oldest, other._end = [*self.tokens], self._oldest, self._end
         other._unread = [*self._unread]
@@ -119,18 +128,19 @@ class States:
         old = self.memory
         if held <= len(old):
             return
-        self.memory = _allocate(held, old.shape[1], old.device)
+        self.memory = _allocate(held, old.shape[1], old.device, old.dtype)
         slots = torch.arange(self._oldest, len(self.tokens))
         self.memory[slots % held] = old[slots % len(old)]
 
 
 # States are moved outside of forwards, too, where what was made inside one may not be written.
 @torch.inference_mode(False)
-def _allocate(held: int, floats: int, device: torch.device) -> Tensor:
+def _allocate(held: int, floats: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     try:
-        return zeros((held, floats), torch.float32, device)
+        return zeros((held, floats), dtype, device)
     except (RuntimeError, MemoryError) as error:
+        size = 1e-9 * dtype.itemsize * held * floats
         raise UserError(
-            f"{held} states of a request, {4e-9 * held * floats:.1f} GB, do not fit this machine's memory; take fewer"
+            f"{held} states of a request, {size:.1f} GB, do not fit this machine's memory; take fewer"
             " requests or shorter drafts"
         ) from error

@@ -52,6 +52,8 @@ def plan_round(
             batch.append(ScheduledRequest(state, first, 1, drafted[state.number], True, True))
             continue
         request, piece, scored = state.request, pieces[state.number], NO_ROWS
+        if piece:
+            piece = cache.piece_end(state.handle, first + piece, len(request.tokens)) - first
         if request.wanted.prompt_logprobs is not None and piece:
             scored = scored_rows(request, first, piece)
             if len(scored) > scoring:

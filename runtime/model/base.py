@@ -12,7 +12,8 @@ from runtime.cache.paged import PagedCache
 from runtime.cache.quantizer import CacheFormat
 from runtime.cache.slots import Reserved
 from runtime.checkpoints.architecture import Architecture
-from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows, integers
+from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows, StateKind, integers
+from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel
 from runtime.model.layers import Parts, weight_bytes
 from runtime.model.planes import upper_parts
@@ -69,23 +70,28 @@ class BaseDecoder(ABC):
             self._tapped[wanted] = view
         return self._tapped[wanted]
 
-    def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> KeyValueCache:
+    def new_cache(
+        self, kind: CacheKind = "float32", pages: int | None = None, states: StateKind = "float32"
+    ) -> KeyValueCache:
         """An empty cache that holds keys and values as `kind` says, by the artifact's factors and bases (`kv`).
 
         `pages` of 64 tokens, shared by all requests (PagedCache); None: memory for each request (ContiguousCache).
+        Raises UserError for states in float16 of a model whose layers carry none.
         """
-        form = self._cache_format(kind)
+        form = self._cache_format(kind, states)
         return ContiguousCache(form) if pages is None else PagedCache(form, pages)
 
-    def _cache_format(self, kind: CacheKind) -> tuple[CacheFormat, ...]:
+    def _cache_format(self, kind: CacheKind, states: StateKind) -> tuple[CacheFormat, ...]:
         """One for each group of layers."""
+        if states != "float32" and not self.architecture.cache_shape.state:
+            raise UserError(f"no layer of this model carries a state that could be held in {states}; leave it out")
         a = self.architecture
         groups, state = a.cache_shape
         none = (None,) * len(groups)
         factors, bases = self.kv.factors(kind) or none, self.kv.bases_of(kind) or none
         values = 0 if a.latent is None else a.value_dim
         return tuple(
-            CacheFormat(*shape, self.device, kind, factor, values, state if number == 0 else 0, basis)
+            CacheFormat(*shape, self.device, kind, factor, values, state if number == 0 else 0, basis, states)
             for number, (shape, factor, basis) in enumerate(zip(groups, factors, bases, strict=True))
         )
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.contract import UNCALIBRATED, Cache, CacheKind, Decoder, Out, Rows, SharesNothing
+from runtime.contract import UNCALIBRATED, Cache, CacheKind, Decoder, Out, Rows, SharesNothing, StateKind
 from runtime.errors import UserError
 
 
@@ -99,8 +99,12 @@ class ChainDecoder(Decoder):
     def run(self, tokens: Tensor, state: Any, at: Sequence[int]) -> list[tuple[Tensor, ...]]:
         """Appends a chain to a request's cache; of each row `at` logits (V,) and, where it has any, hidden states."""
 
-    def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> ChainCache:
-        """An empty cache. Raises UserError for quantised and paged ones."""
+    def new_cache(
+        self, kind: CacheKind = "float32", pages: int | None = None, states: StateKind = "float32"
+    ) -> ChainCache:
+        """An empty cache. Raises UserError for quantised and paged ones, and for states in float16."""
+        if states != "float32":
+            raise UserError("states in float16 need our own kernels, and another runtime decodes this; leave them out")
         if kind != "float32" or pages is not None:
             raise UserError(self.no_kinds)
         return ChainCache(self)

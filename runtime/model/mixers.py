@@ -26,7 +26,7 @@ def _walk(layout: Layout, cache: KeyValueCache, place: int, size: int, step: Cal
         assert states is not None
         for row in range(of.count):
             before = of.before(row)
-            past = states.place(before) if before >= 0 else torch.zeros_like(states.place(0))
+            past = (states.place(before) if before >= 0 else torch.zeros_like(states.place(0))).float()
             states.place(of.start + row)[place : place + size] = step(of.first + row, past[place : place + size])
 
 

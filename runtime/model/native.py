@@ -12,7 +12,17 @@ from torch import Tensor
 from runtime.cache.contiguous import KeyValueCache
 from runtime.cache.slots import Reserved, checked_cache, extend_states, learn_drafts, reserve, reserve_drafts
 from runtime.checkpoints.architecture import Architecture
-from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, ChainNoise, Out, Rows, integers
+from runtime.contract import (
+    UNCALIBRATED,
+    Cache,
+    CacheKind,
+    CacheScheme,
+    ChainNoise,
+    Out,
+    Rows,
+    StateKind,
+    integers,
+)
 from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel
 from runtime.model.base import BaseDecoder
@@ -54,14 +64,16 @@ class NativeDecoder(BaseDecoder):
         """How many experts' weights forwards have read so far; one that several rows share counts once a forward."""
         return sum(int(require().specpress_experts_read(each.handle)) for each in self._native.values())
 
-    def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> KeyValueCache:
+    def new_cache(
+        self, kind: CacheKind = "float32", pages: int | None = None, states: StateKind = "float32"
+    ) -> KeyValueCache:
         """See BaseDecoder. Raises UserError for float16, which only GPUs take."""
         if kind not in CACHES:
             raise UserError(
                 f"the kernels for CPUs hold keys and values in {', '.join(CACHES)}, not in {kind}, which needs a GPU; "
                 "choose one of them."
             )
-        return super().new_cache(kind, pages)
+        return super().new_cache(kind, pages, states)
 
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
         """See contract.Decoder. Raises TypeError and ValueError as slots.checked_cache and slots.reserve."""

@@ -31,15 +31,17 @@ void Decoder::delta(const Layer& layer, int64_t state, const Batch& batch) {
     });
     const int64_t size = d.key_dim * d.value_dim, wide = d.value_dim;
     pool_.run(d.value_heads, 1, [&](int, int64_t begin, int64_t end) {
-        for (int64_t h = begin; h < end; h++)
+        for (int64_t h = begin; h < end; h++) {
+            StatePart matrix(path_, batch, state + past * channels + h * size, size);
             for (int64_t row = 0; row < rows; row++) {
-                const float *whole = state_before(batch, row, state), *from = whole ? whole + past * channels + h * size : nullptr;
                 const float* q = queries_.data() + row * channels + h / per * d.key_dim;
                 const float* v = queries_.data() + row * channels + 2 * keys + h * wide;
                 const float *share = made_.data() + row * stride + channels + values + h, left = share[d.value_heads];
-                float *to = state_after(batch, row, state) + past * channels + h * size, *out = mixed_.data() + row * values + h * wide;
-                path_.delta_step({from, q, q + keys, v, left, *share, d.key_dim, wide, to, out});
+                float* out = mixed_.data() + row * values + h * wide;
+                path_.delta_step({matrix.before(row), q, q + keys, v, left, *share, d.key_dim, wide, matrix.after(row), out});
+                matrix.keep(row);
             }
+        }
     });
     pool_.run(rows, 1, [&](int thread, int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; row++) {

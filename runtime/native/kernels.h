@@ -60,9 +60,10 @@ struct Store {
     float* value_scale;
     int64_t blocks;
     const int64_t* table;  // [the request's blocks]: which of `blocks` each of them is (a page); null: the same
-    // States of layers that carry one: [held][width] floats, that after a slot at the slot modulo `held` (cache/states.py).
-    float* states = nullptr;
-    int64_t held = 0, width = 0;
+    // States of layers that carry one: [held][width] floats, that after a slot at the slot modulo `held` (cache/states.py);
+    // halves: in 16 bits each.
+    void* states = nullptr;
+    int64_t held = 0, width = 0, halves = 0;
 };
 enum CacheKind : int64_t { CACHE_F32 = 0, CACHE_INT8 = 1, CACHE_INT4 = 2, CACHE_INT3 = 3 };
 
@@ -206,6 +207,9 @@ struct Path {
     // Each head's step, in place, of what it is made of, and what it leaves of its matrix (kernels/mamba.py, steps).
     void (*mamba_steps)(float* x, const float* rate, int64_t size, float low, float high, float* left);
     void (*mamba_step)(const MambaStep& step);
+    // To the nearest half, of two the even one, and back (halves.cpp).
+    void (*to_halves)(const float* x, int64_t size, uint16_t* out);
+    void (*from_halves)(const uint16_t* x, int64_t size, float* out);
     void (*rotate)(float* x, int64_t heads, int64_t dim, int64_t half, const float* cos, const float* sin);
     // out = x · matrix, of [size] by [size][size]: each sum first to last, no product fused.
     void (*turn)(const float* x, const float* matrix, int64_t size, float* out);

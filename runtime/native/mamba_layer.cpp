@@ -33,14 +33,17 @@ void Decoder::mamba(const Layer& layer, int64_t state, const Batch& batch) {
         path_.gated(x, nullptr, channels, SILU, nullptr, x);
     });
     pool_.run(m.heads, rows * m.heads * size < 16384 ? m.heads : 1, [&](int, int64_t begin, int64_t end) {
-        for (int64_t h = begin; h < end; h++)
+        for (int64_t h = begin; h < end; h++) {
+            StatePart matrix(path_, batch, state + past * channels + h * size, size);
             for (int64_t row = 0; row < rows; row++) {
-                const float *whole = state_before(batch, row, state), *from = whole ? whole + past * channels + h * size : nullptr;
                 const float *x = queries_.data() + row * channels, *b = x + values + h / (m.heads / m.groups) * m.state;
-                float *to = state_after(batch, row, state) + past * channels + h * size, *out = mixed_.data() + row * values + h * m.dim;
+                float* out = mixed_.data() + row * values + h * m.dim;
                 const float step = made_[row * stride + steps + h], left = left_[row * m.heads + h];
-                path_.mamba_step({from, x + h * m.dim, b, b + vectors, step, left, m.skip[h], m.state, m.dim, to, out});
+                path_.mamba_step(
+                    {matrix.before(row), x + h * m.dim, b, b + vectors, step, left, m.skip[h], m.state, m.dim, matrix.after(row), out});
+                matrix.keep(row);
             }
+        }
     });
     const int64_t group = values / m.groups;
     rows_of(rows, values, [&](int thread, int64_t row) {

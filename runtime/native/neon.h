@@ -89,6 +89,10 @@ inline F16 load_f16(const uint16_t* p) {
     auto four = [](const uint16_t* q) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(q))); };
     return {four(p), four(p + 4), four(p + 8), four(p + 12)};
 }
+inline void store_f16(uint16_t* p, F16 x) {
+    auto four = [](uint16_t* q, float32x4_t y) { vst1_u16(q, vreinterpret_u16_f16(vcvt_f16_f32(y))); };
+    four(p, x.a), four(p + 4, x.b), four(p + 8, x.c), four(p + 12, x.d);
+}
 inline F16 even_bf16(B64 x) {
     return quarters<F16>([](auto p) { return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_u8(p), 16)); }, x);
 }

@@ -94,6 +94,9 @@ inline F16 load_bf16(const uint16_t* p) {
         _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16))};
 }
 inline F16 load_f16(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+inline void store_f16(uint16_t* p, F16 a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
 // 16 pairs of bfloat16: the even ones, the odd ones.
 inline F16 even_bf16(B64 a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(a.v, 16))}; }
 inline F16 odd_bf16(B64 a) { return {_mm512_castsi512_ps(_mm512_and_si512(a.v, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))}; }
@@ -211,6 +214,11 @@ inline F16 load_bf16(const uint16_t* p) {
 inline F16 load_f16(const uint16_t* p) {
     const auto* q = reinterpret_cast<const __m128i*>(p);
     return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
+}
+inline void store_f16(uint16_t* p, F16 x) {
+    auto* q = reinterpret_cast<__m128i*>(p);
+    _mm_storeu_si128(q, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128(q + 1, _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT));
 }
 inline F16 even_bf16(B64 x) {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(x.a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(x.b, 16))};
@@ -372,6 +380,21 @@ inline float wide_f16(uint16_t h) {
 }
 inline F16 load_bf16(const uint16_t* p) { SPECPRESS_LANES(F16, wide_bf16(p[i])); }
 inline F16 load_f16(const uint16_t* p) { SPECPRESS_LANES(F16, wide_f16(p[i])); }
+// To the nearest, of two the even one. Below the least normal half a half's step is that of floats from 0.5 on.
+inline uint16_t narrow_f16(float x) {
+    uint32_t raw;
+    std::memcpy(&raw, &x, 4);
+    const uint32_t sign = raw >> 16 & 0x8000, size = raw & 0x7fffffff;
+    if (size > 0x7f800000) return static_cast<uint16_t>(sign | 0x7e00);
+    if (size >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);
+    if (size >= 0x38800000) return static_cast<uint16_t>(sign | ((size + 0xfff + (size >> 13 & 1) - 0x38000000) >> 13));
+    const float shifted = std::fabs(x) + 0.5f;
+    std::memcpy(&raw, &shifted, 4);
+    return static_cast<uint16_t>(sign | (raw - 0x3f000000));
+}
+inline void store_f16(uint16_t* p, F16 a) {
+    for (int i = 0; i < 16; i++) p[i] = narrow_f16(a.v[i]);
+}
 inline F16 even_bf16(B64 a) { SPECPRESS_LANES(F16, wide_bf16(a.v[4 * i] | a.v[4 * i + 1] << 8)); }
 inline F16 odd_bf16(B64 a) { SPECPRESS_LANES(F16, wide_bf16(a.v[4 * i + 2] | a.v[4 * i + 3] << 8)); }
 inline B64 load64(const uint8_t* p) {

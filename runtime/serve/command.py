@@ -78,6 +78,9 @@ class ServeOptions:
     kv: Annotated[str, typer.Option(help="Keys and values: auto, float32, float16 (GPUs), int8, int4 or int3.")] = (
         "auto"
     )
+    states: Annotated[
+        str, typer.Option(help="States of delta nets, state spaces and short convolutions: float32 or float16.")
+    ] = "float32"
     runs: Annotated[
         Path | None, typer.Option(help="A folder of runs and sweeps, which the page lists.", show_default=False)
     ] = None
@@ -148,6 +151,7 @@ def model_settings(options: ServeOptions) -> list[ModelSettings]:
                 corpus=None if options.corpus is None else str(options.corpus),
                 draft_length=options.draft_length,
                 kv=options.kv,
+                states=options.states,
                 pages=options.pages,
                 context=options.context,
                 max_batch=options.max_batch,

@@ -2,11 +2,12 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime.contract import Cache, CacheKind
+from runtime.contract import Cache
 from runtime.engine.engine import Engine
 from runtime.engine.requests import RequestOptions, make_request
 from runtime.errors import UserError
@@ -104,18 +105,23 @@ def _slices(file: Path, said: Any) -> None:
             said.update(data.read(_SLICE))
 
 
+def cache_options(settings: ModelSettings) -> CacheOptions:
+    """How the model's caches hold what they hold, each request in memory of its own. Raises UserError."""
+    return CacheOptions(settings.kv, None, settings.states)  # type: ignore[arg-type]  # it refuses what is none
+
+
 def _cache(model: Model, settings: ModelSettings, context: int) -> Cache:
     """Pages where the decoder has them; otherwise memory for each request."""
-    kind: CacheKind | Any = settings.kv
+    options = replace(cache_options(settings), pages=settings.pages)
     if settings.pages is not None:
-        return CacheOptions(kind, settings.pages).make(model.decoder)
+        return options.make(model.decoder)
     try:
-        one = CacheOptions(kind, 1).make(model.decoder)
+        one = replace(options, pages=1).make(model.decoder)
     except UserError:
-        return CacheOptions(kind).make(model.decoder)
+        return options.make(model.decoder)
     per_text = -(-context // PAGE)
     room = _free_memory(model) // _SHARE // max(1, one.bytes_per_token() * PAGE)
-    return CacheOptions(kind, max(per_text, min(room, per_text * settings.max_batch))).make(model.decoder)
+    return replace(options, pages=max(per_text, min(room, per_text * settings.max_batch))).make(model.decoder)
 
 
 def _require_memory(settings: ModelSettings) -> None:

@@ -10,7 +10,10 @@ from runtime.files import regular
 from runtime.serve.guard import is_loopback, read_keys
 from runtime.serve.settings import Access, Limits, ModelSettings
 
-_MODEL = ("draft", "drafter", "draft_length", "kv", "pages", "context", "max_batch", "device", "threads", "kernels")
+_MODEL = (
+    *("draft", "drafter", "draft_length", "kv", "states", "pages", "context", "max_batch"),
+    *("device", "threads", "kernels"),
+)
 
 
 class _Part(BaseModel):
@@ -80,6 +83,7 @@ class ClusterConfig(_Part):
     drafter: str | None = None
     draft_length: int | None = Field(default=None, ge=0, le=64)
     kv: str = "auto"
+    states: str = "float32"
     pages: int | None = Field(default=None, ge=1)
     context: int | None = Field(default=None, ge=2)
     max_batch: int = Field(default=32, ge=1, le=4096)

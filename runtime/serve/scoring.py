@@ -1,19 +1,20 @@
 """In the engine's process: the logits of a given text, piece by piece, so that other texts' rounds run in between."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from runtime.contract import Cache, Rows, integers
 
 if TYPE_CHECKING:
     from runtime.model.load import Model
+    from runtime.speculate import CacheOptions
 
 
 class Scoring:
     """Reads one text after another. Of a text that is given up, the next one takes the place."""
 
-    def __init__(self, model: "Model", kind: Any) -> None:
-        self._decoder, self._kind = model.decoder, kind
+    def __init__(self, model: "Model", options: "CacheOptions") -> None:
+        self._decoder, self._options = model.decoder, options
         self._cache: Cache | None = None
         self._handle = 0
 
@@ -22,10 +23,8 @@ class Scoring:
 
         A text is read from its first token on, piece after piece.
         """
-        from runtime.speculate import CacheOptions
-
         if first == 0:
-            self._cache = CacheOptions(self._kind).make(self._decoder)
+            self._cache = self._options.make(self._decoder)
             self._handle = self._cache.open(len(tokens))
         assert self._cache is not None and self._cache.length(self._handle) == first
         part = integers(tokens[first : first + count])

@@ -77,7 +77,7 @@ def _beats(channel: Channel, stop: threading.Event) -> None:
 
 
 def _load(channel: Channel, settings: ModelSettings) -> "Worker | None":
-    from runtime.serve.engines import opened
+    from runtime.serve.engines import cache_options, opened
     from runtime.serve.scoring import Scoring
 
     try:
@@ -94,7 +94,7 @@ def _load(channel: Channel, settings: ModelSettings) -> "Worker | None":
     gc.collect()
     gc.freeze()
     channel.send(("ready", about))
-    return Worker(channel, model, engine, Scoring(model, settings.kv))
+    return Worker(channel, model, engine, Scoring(model, cache_options(settings)))
 
 
 class Worker:

@@ -58,8 +58,19 @@ def check(folder: Path) -> None:
     counts = (8,) if model.config.model_type in LOOKING_AHEAD else (5, 2, 1)
     # Inputs rounded to int8 (ours of int4 layers are, too) may be rounded to the code beside it in another order.
     rounded = decoder.kernels != "transformers" or any(group["input_activations"] for group in groups)
-    bound = 0.03 if rounded else 1e-3
-    assert distance(decode(decoder, *counts), expected) < bound
+    bound, found = 0.03 if rounded else 1e-3, decode(decoder, *counts)
+    if rounded and _experts(model.config):
+        # And a row whose experts are nearly as good as others goes to these: then most rows are near.
+        assert float(((found - expected).norm(dim=1) / expected.norm(dim=1)).median()) < bound
+    else:
+        assert distance(found, expected) < bound
+
+
+def _experts(config: Any) -> int:
+    """How many a layer has; 0: none, or a mixture is switched off."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    found = next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)
+    return found if getattr(config, "enable_moe_block", True) else 0
 
 
 def decode(decoder: Decoder, *counts: int) -> Tensor:

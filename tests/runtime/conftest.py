@@ -56,6 +56,9 @@ class ListCache:
     def cache_prefix(self, request: int, tokens: Sequence[int], salt: str = "") -> None:
         assert self.broken or list(tokens) == self.slots[request][: len(tokens)]
 
+    def piece_end(self, request: int, end: int, length: int) -> int:
+        return end
+
     def missing_pages(self, needs: Mapping[int, int]) -> int:
         return 0
 

@@ -1,5 +1,6 @@
 """`specpress chat`: turns from a pipe and from a terminal, templates, interruptions."""
 
+import json
 import os
 import pty
 import re
@@ -13,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from compress.model.source import default_pair
 from runtime import Speculator, load
 from runtime.errors import UserError
 from runtime.sampling.conversation import Conversation
+from tests.conftest import write_tiny
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -76,6 +79,37 @@ def test_a_single_question_by_the_template(target: Path, with_template: Path, sp
     assert done.returncode == 0 and done.stdout + "\n" == answers("x = 1\n", with_template, specpress), done.stderr
     refused = specpress("generate", "--target", target, *asked)
     assert refused.returncode == 2 and "chat template" in refused.stderr and "--chat" in refused.stderr
+
+
+def test_an_answer_ends_with_the_tokens_of_generation_config(
+    with_template: Path, tmp_path: Path, specpress: Callable[..., Any]
+) -> None:
+    """Those of the template's turns, which are not what ends a document; without the file it goes on."""
+    folder = tmp_path / "model"
+    shutil.copytree(with_template, folder)
+    asked = ("--prompt", "x = 1", "--chat", "--quiet", "--max-new-tokens", "12", "--threads", "1", "--target", folder)
+    model = load(folder, threads=1)
+    prompt = Conversation(model.tokenizer).ask("x = 1")
+    tokens = Speculator(model).generate([prompt], max_new_tokens=12)[0].tokens
+    place = next(i for i in range(1, 12) if tokens[i] not in tokens[:i])
+    before = specpress("generate", *asked).stdout
+    ends = json.dumps({"eos_token_id": [*load(folder).end_tokens, tokens[place]]})
+    (folder / "generation_config.json").write_text(ends)
+    after = specpress("generate", *asked).stdout
+    assert after == model.tokenizer.decode(tokens[:place]) and before.startswith(after) and before != after
+
+
+def test_what_a_model_thinks_is_shown(tmp_path: Path, specpress: Callable[..., Any]) -> None:
+    """Its marks are tokens of the vocabulary, not ones that only steer; a template may open the first itself."""
+    folder = write_tiny("llama", tmp_path / "model", vocab_size=322)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.chat_template = TEMPLATE.replace("<a>", "<a><think>")
+    tokenizer.save_pretrained(folder)
+    assert tokenizer.convert_tokens_to_ids("</think>") == 321
+    asked = ("generate", "--target", folder, "--prompt", "x", "--chat", "--quiet", "--threads", "1")
+    done = specpress(*asked, "--max-new-tokens", "2", "--logit-bias", "321:100")
+    assert done.returncode == 0 and done.stdout == "</think></think>", done.stderr
 
 
 def test_mistakes_are_one_sentence(target: Path, specpress: Callable[..., Any]) -> None:

@@ -35,6 +35,7 @@ FAMILIES: dict[str, Callable[[Config], Architecture | None]] = {
     "stablelm": dense.stablelm,
     "phi": dense.phi,
     "cohere2": dense.cohere2,
+    "cohere2_moe": mixtures.cohere2_moe,
     "nemotron": dense.nemotron,
     "apertus": dense.apertus,
     "gpt2": classic.gpt2,

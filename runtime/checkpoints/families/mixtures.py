@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from runtime.checkpoints.families.common import Config, activation, count, layer_types, llama, windows
-from runtime.checkpoints.families.dense import exaone4, granite, hunyuan, neighbours
+from runtime.checkpoints.families.dense import cohere2, exaone4, granite, hunyuan, neighbours
 from runtime.checkpoints.record import Architecture, Experts, Names
 from runtime.errors import UserError
 
@@ -87,6 +87,31 @@ def granitemoe(config: Config) -> Architecture | None:
         fused=(("input_linear.weight", "output_linear.weight"), ("experts.gate_up_proj", "experts.down_proj")),
     )
     return None if found is None else replace(found, experts=experts)
+
+
+def cohere2_moe(config: Config) -> Architecture | None:
+    """Cohere2's blocks; shares are of the chosen alone, and what all go through is added or averaged with the rest.
+
+    Averages are halves of what a mixture adds, so beside dense layers they are not run here.
+    """
+    found, layers = cohere2(config), count(config, "num_hidden_layers")
+    kinds = config.get("mlp_layer_types") or ["sparse"] * layers
+    dense = tuple(i for i, kind in enumerate(kinds) if kind == "dense")
+    scoring = config.get("expert_selection_fn", "softmax")
+    shared, averaged = config.get("num_shared_experts") or 0, False
+    if shared:
+        averaged = config.get("shared_expert_combination_strategy", "average") == "average"
+    if found is None or scoring not in ("softmax", "sigmoid") or dense:
+        return None
+    renormalize = scoring == "softmax" or bool(config.get("norm_topk_prob", True))
+    experts = of_experts(config, total(config, "num_experts", "num_local_experts"), "intermediate_size", renormalize)
+    experts = replace(
+        experts, scoring=scoring, shared=shared * count(config, "intermediate_size"), **in_shared_experts()
+    )
+    eps = config.get("rms_norm_eps")
+    if eps is not None:
+        found = replace(found, norm="rms", norm_eps=eps)
+    return replace(found, experts=experts, mlp_scales=(1.0, 0.5 if averaged else 1.0))
 
 
 def sigmoids(config: Config, number: str, renormalize: bool, shared: str = "n_shared_experts") -> Experts:

@@ -42,7 +42,7 @@ def _launch(
     if rows:
         _convolution_kernel[(triton.cdiv(channels, _CHANNELS), len(walk.spans))](
             *inputs, out, taps, bias, walk.spans, walk.addresses, place, inputs[0].stride(0), channels,
-            PAST=len(taps) - 1, ALONE=alone, CHANNELS=_CHANNELS, num_warps=4, **OPTIONS,
+            PAST=len(taps) - 1, ALONE=alone, CHANNELS=_CHANNELS, HALVES=walk.halves, num_warps=4, **OPTIONS,
         )  # fmt: skip
     return out
 
@@ -57,6 +57,7 @@ def _shifted(seen, last):
 def _convolution_kernel(
     gate, second, value, out, taps, bias, spans, addresses, place, stride, channels,
     PAST: tl.constexpr, ALONE: tl.constexpr, CHANNELS: tl.constexpr,
+    HALVES: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(1)
     at = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
@@ -68,7 +69,7 @@ def _convolution_kernel(
         before, after = tl.load(addresses + 2 * row), tl.load(addresses + 2 * row + 1)
         if follows_another(before):
             for n in tl.static_range(PAST):
-                seen = _shifted(seen, read_state(before, place, n * channels + at, inside))
+                seen = _shifted(seen, read_state(before, place, n * channels + at, inside, HALVES))
         from_row = row * stride + at
         given = tl.load(value + from_row, mask=inside, other=0.0)
         if not ALONE:
@@ -81,6 +82,8 @@ def _convolution_kernel(
             total = total + tl.load(bias + at, mask=inside, other=0.0)
         made = silu(total) if ALONE else tl.load(second + from_row, mask=inside, other=0.0) * total
         tl.store(out + row * channels + at, made, mask=inside)
+        left = seen
         seen = _shifted(seen, given)
         for n in tl.static_range(PAST):
-            write_state(after, place, n * channels + at, seen[n], inside)
+            left = _shifted(left, write_state(after, place, n * channels + at, seen[n], inside, HALVES))
+        seen = left

@@ -44,7 +44,8 @@ def delta_rule(
         _delta_kernel[(heads * pieces, len(walk.spans))](
             made, how, out, walk.spans, walk.addresses, place, made.shape[1],
             HEADS=heads, EACH=heads // key_heads, KEYS=keys, KEY=size, VALUE=value, PIECES=pieces,
-            PADDED=triton.next_power_of_2(size), COLUMNS=_COLUMNS, num_warps=1, **OPTIONS,
+            PADDED=triton.next_power_of_2(size), COLUMNS=_COLUMNS, HALVES=walk.halves,
+            num_warps=1, **OPTIONS,
         )  # fmt: skip
     return out
 
@@ -78,7 +79,7 @@ def _prepare_kernel(
 def _delta_kernel(
     made, how, out, spans, addresses, place, channels,
     HEADS: tl.constexpr, EACH: tl.constexpr, KEYS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    PIECES: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr,
+    PIECES: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     request, head = tl.program_id(1), tl.program_id(0) // PIECES
     d, column = tl.arange(0, PADDED), tl.program_id(0) % PIECES * COLUMNS + tl.arange(0, COLUMNS)
@@ -91,7 +92,7 @@ def _delta_kernel(
         row = first + i
         before, after = tl.load(addresses + 2 * row), tl.load(addresses + 2 * row + 1)
         if follows_another(before):
-            matrix = read_state(before, place, at, inside)
+            matrix = read_state(before, place, at, inside, HALVES)
         mine, own = made + row * channels, how + row * 2 * HEADS + head
         q = tl.load(mine + head // EACH * KEY + d, mask=real, other=0.0)[:, None]
         k = tl.load(mine + KEYS + head // EACH * KEY + d, mask=real, other=0.0)[:, None]
@@ -100,4 +101,4 @@ def _delta_kernel(
         lacking = (v - tl.sum(matrix * k, axis=0)) * tl.load(own)
         matrix = matrix + k * lacking[None, :]
         tl.store(out + (row * HEADS + head) * VALUE + column, tl.sum(matrix * q, axis=0), mask=wide)
-        write_state(after, place, at, matrix, inside)
+        matrix = write_state(after, place, at, matrix, inside, HALVES)

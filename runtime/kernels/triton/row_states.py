@@ -18,14 +18,16 @@ _CARRIED: tl.constexpr = tl.constexpr(CARRIED)
 
 @dataclass(frozen=True, eq=False)
 class Walk:
-    """Where the T rows of a forward find the states of one token's layers, float32, and leave their own.
+    """Where the T rows of a forward find the states of one token's layers, and leave their own.
 
     spans      (R, 2) int32: first row and number of rows of each request, 0 of none. Each row is in one span.
     addresses  (T, 2) int64: of the state before the row (0: all zeros; CARRIED), and where its own goes (0: nowhere).
+    halves     they are float16, not float32: each row reads what the one before it left rounded.
     """
 
     spans: Tensor
     addresses: Tensor
+    halves: bool = False
 
 
 @triton.jit
@@ -35,19 +37,23 @@ def follows_another(before):
 
 
 @triton.jit
-def read_state(before, place, at, inside):
+def read_state(before, place, at, inside, HALVES: tl.constexpr):
     """Floats place + at of the state at the address `before`; 0 where `inside` is false or there is no state.
 
     What the program wrote is there: rows of a tree read what earlier rows have left.
     """
     tl.debug_barrier()
-    state = tl.load(before.to(tl.pointer_type(tl.float32)) + place + at, mask=inside & (before != 0), other=0.0)
+    kind: tl.constexpr = tl.float16 if HALVES else tl.float32
+    state = tl.load(before.to(tl.pointer_type(kind)) + place + at, mask=inside & (before != 0), other=0.0)
     # Nobody writes here before all have read.
     tl.debug_barrier()
-    return state
+    return state.to(tl.float32)
 
 
 @triton.jit
-def write_state(after, place, at, state, inside):
-    """Leaves floats place + at of a row's state at the address `after`, if it is one."""
-    tl.store(after.to(tl.pointer_type(tl.float32)) + place + at, state, mask=inside & (after != 0))
+def write_state(after, place, at, state, inside, HALVES: tl.constexpr):
+    """Leaves floats place + at of a row's state at the address `after`, if it is one; what the next row reads."""
+    kind: tl.constexpr = tl.float16 if HALVES else tl.float32
+    left = state.to(kind)
+    tl.store(after.to(tl.pointer_type(kind)) + place + at, left, mask=inside & (after != 0))
+    return left.to(tl.float32)

@@ -45,7 +45,8 @@ def state_space(
         _space_kernel[(heads * pieces, len(walk.spans))](
             made, each, out, weights[2], walk.spans, walk.addresses, place,
             HEADS=heads, EACH=heads // groups, VECTORS=groups * state, STATE=state, DIM=dim, PIECES=pieces,
-            PADDED=triton.next_power_of_2(state), COLUMNS=_COLUMNS, num_warps=1, **OPTIONS,
+            PADDED=triton.next_power_of_2(state), COLUMNS=_COLUMNS, HALVES=walk.halves,
+            num_warps=1, **OPTIONS,
         )  # fmt: skip
     return out
 
@@ -68,7 +69,7 @@ def _steps_kernel(times, each, step, rate, stride, least, most, HEADS: tl.conste
 def _space_kernel(
     made, each, out, skip, spans, addresses, place,
     HEADS: tl.constexpr, EACH: tl.constexpr, VECTORS: tl.constexpr, STATE: tl.constexpr, DIM: tl.constexpr,
-    PIECES: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr,
+    PIECES: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     request, head = tl.program_id(1), tl.program_id(0) // PIECES
     values: tl.constexpr = HEADS * DIM
@@ -83,7 +84,7 @@ def _space_kernel(
         row = first + i
         before, after = tl.load(addresses + 2 * row), tl.load(addresses + 2 * row + 1)
         if follows_another(before):
-            matrix = read_state(before, place, at, inside)
+            matrix = read_state(before, place, at, inside, HALVES)
         mine, own = made + row * (values + 2 * VECTORS), each + row * 2 * HEADS + head
         x = tl.load(mine + head * DIM + column, mask=wide, other=0.0)
         b = tl.load(mine + values + head // EACH * STATE + d, mask=real, other=0.0)[:, None]
@@ -91,4 +92,4 @@ def _space_kernel(
         matrix = matrix * tl.load(own + HEADS) + b * (x * tl.load(own))[None, :]
         read = tl.sum(matrix * c, axis=0) + x * own_skip
         tl.store(out + row * values + head * DIM + column, read, mask=wide)
-        write_state(after, place, at, matrix, inside)
+        matrix = write_state(after, place, at, matrix, inside, HALVES)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.cache.slots import Reserved, paths
+from runtime.contract import StateKind
 from runtime.kernels.triton.row_states import Walk
 from runtime.kv_store import KEY_BLOCK
 from runtime.model.triton.cache import WIDEST, GpuCache
@@ -77,7 +78,7 @@ class Bucket(Shape):
     blocks    the most blocks of 64 keys that a row may see.
     tail      the most rows on a path of a tree (0: chains alone, whose slots are their positions).
     sharing   adjacent rows of one request, most of the time.
-    states    whether layers carry a state from row to row.
+    states    what the states of layers that carry one from row to row are held in; None: there are none.
     """
 
     rows: int
@@ -85,7 +86,12 @@ class Bucket(Shape):
     blocks: int
     tail: int
     sharing: int = 1
-    states: bool = False
+    states: StateKind | None = None
+
+    @property
+    def halves(self) -> bool:
+        """Whether states are float16."""
+        return self.states == "float16"
 
     @property
     def captured(self) -> bool:
@@ -101,7 +107,7 @@ class Bucket(Shape):
         }
 
 
-def bucket_for(rows: int, requests: int, keys: int, depth: int, states: bool = False) -> Bucket:
+def bucket_for(rows: int, requests: int, keys: int, depth: int, states: StateKind | None = None) -> Bucket:
     """The bucket of a forward: its rows and requests, the most keys that a row sees, the deepest path of a tree."""
     widest = WIDTHS[-1]
     wide = next(width for width in WIDTHS if width >= rows) if rows <= widest else -(-rows // widest) * widest
@@ -122,6 +128,7 @@ class Inputs:
     tail      (T, W) the request's slots of the keys from `start` on; W = 0 where all rows are chains.
     table     (R, B) the memory's blocks of each request.
     span      (R, 2), and address (T, 4): those of 64 bits that row_states.Walk has; none where no layer has a state.
+    halves    whether states are float16.
     """
 
     token: Tensor
@@ -133,11 +140,12 @@ class Inputs:
     table: Tensor
     span: Tensor
     address: Tensor
+    halves: bool = False
 
     @property
     def walk(self) -> Walk:
         """How layers that carry a state go through the rows."""
-        return Walk(self.span, self.address.view(torch.int64))
+        return Walk(self.span, self.address.view(torch.int64), self.halves)
 
 
 def fill(bucket: Bucket, out: Words, tokens: Words, reserved: Sequence[Reserved], cache: GpuCache) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from runtime.cache.contiguous import blocks_for
 from runtime.cache.paged import PagedCache
 from runtime.cache.quantizer import CacheFormat
+from runtime.cache.snapshots import bytes_of_snapshots
 from runtime.cache.states import bytes_of_states
 from runtime.checkpoints.architecture import Architecture
 from runtime.errors import UserError
@@ -48,7 +49,8 @@ def needed(a: Architecture, weights: int) -> Need:
     """
     groups = a.cache_shape.groups
     held = sum(layers * heads * (dim + (dim if a.latent is None else a.value_dim)) for layers, heads, dim in groups)
-    cache = min(a.max_positions, _TEXT) * held * _FLOAT + bytes_of_states(sum(a.state_sizes))
+    floats = sum(a.state_sizes)
+    cache = min(a.max_positions, _TEXT) * held * _FLOAT + bytes_of_states(floats) + bytes_of_snapshots(floats)
     row = (
         4 * a.hidden
         + (2 * a.heads + 2 * a.kv_heads) * max((dim for _, _, dim in groups), default=0)

@@ -24,7 +24,7 @@ from runtime.cache.slots import (
     reserve_drafts,
 )
 from runtime.checkpoints.architecture import Architecture
-from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows
+from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows, StateKind
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.reference import capped
 from runtime.kernels.triton.linear import TritonLinear
@@ -62,9 +62,11 @@ class TritonDecoder(BaseDecoder):
         self._returned: tuple[Tensor, Tensor] | None = None
         self._graphs, self._staging = Graphs(self.device), Staging(self.device)
 
-    def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> GpuCache:
+    def new_cache(
+        self, kind: CacheKind = "float32", pages: int | None = None, states: StateKind = "float32"
+    ) -> GpuCache:
         """See BaseDecoder; without `pages` a pool of as many as the requests may come to need."""
-        return GpuCache(self._cache_format(kind), pages)
+        return GpuCache(self._cache_format(kind, states), pages)
 
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
         """See contract.Decoder; what it returns lies on the device. Raises as slots.checked_cache and slots.reserve."""
@@ -248,12 +250,12 @@ class TritonDecoder(BaseDecoder):
         at: Tensor | None,
     ) -> Computed:
         """One forward of `count` rows, of which `places` have the tokens `drafted` on the device; rows `at` of it."""
-        keys, states = max(r.start + r.count for r in reserved), bool(cache.format.state)
+        keys, states = max(r.start + r.count for r in reserved), cache.format.states
         bucket = bucket_for(count, len(reserved), keys, depth_of(reserved), states)
         fill(bucket, self._staging.take(bucket.words), tokens, reserved, cache)
         block = self._graphs.block(bucket)
         self._staging.send(block)
-        inputs = Inputs(**bucket.cut(block))
+        inputs = Inputs(**bucket.cut(block), halves=bucket.halves)
         if drafted is not None:
             # What is no token is found when the drafts are looked at; until then it must not be looked up.
             values = drafted.clamp(min=0).to(torch.int32)

@@ -86,7 +86,8 @@ class Steps:
         address = self.address[at, :rows] if len(self.address) else self.address
         tail = self.request.new_empty((rows, 0))
         return Inputs(
-            token, position, slot, self.request, start, tail, self.first.table, self.span[:rows], address
+            token, position, slot, self.request, start, tail, self.first.table, self.span[:rows], address,
+            self.first.halves,
         )  # fmt: skip
 
 
@@ -107,7 +108,7 @@ def round_for(chains: Chains) -> Round:
     reserved, steps = chains.reserved, chains.steps
     rows, requests = sum(r.count for r in reserved), len(reserved)
     keys = max(r.start + r.count + count - 1 for r, count in zip(reserved, steps, strict=True))
-    later, states = bucket_for(requests, requests, keys, 0).rows, bool(chains.cache.format.state)
+    later, states = bucket_for(requests, requests, keys, 0).rows, chains.cache.format.states
     return Round(
         bucket_for(rows, requests, keys, 0, states), later, max(steps), chains.limit, way_of(chains.samplings[0])
     )
@@ -139,7 +140,8 @@ def fill_round(shape: Round, out: Words, chains: Chains) -> None:
 def steps_of(shape: Round, words: Tensor) -> Steps:
     """The parts of a block (shape.words,) int32."""
     part = shape.cut(words)
-    first, keys = Inputs(**shape.first.cut(part.pop("first"))), part.pop("keys").view(torch.int64)
+    first = Inputs(**shape.first.cut(part.pop("first")), halves=shape.first.halves)
+    keys = part.pop("keys").view(torch.int64)
     last, request = (part.pop(name)[: shape.rows] for name in ("last", "request"))
     return Steps(first, last, request, **part, keys=keys)
 

@@ -19,8 +19,6 @@ from runtime.kernels.triton.row_states import CARRIED, Walk
 from runtime.model.state_layers import DeltaRule, ShortConvolution, StateSpace
 from runtime.model.triton.cache import GpuCache
 
-_FLOAT = 4
-
 
 def fill_walk(
     spans: NDArray[np.int32], addresses: NDArray[np.int64], reserved: Iterable[Reserved], cache: GpuCache
@@ -54,8 +52,8 @@ def _addresses(r: Reserved, states: States) -> NDArray[np.int64]:
 
 def places_of(slots: NDArray[np.int64], states: States) -> NDArray[np.int64]:
     """Addresses (n,) of the states after some slots (n,)."""
-    address, held, floats = states.pointers
-    return address + slots % held * (_FLOAT * floats)
+    address, held, floats, _ = states.pointers
+    return address + slots % held * (states.memory.itemsize * floats)
 
 
 def short_convolution(parts: Sequence[Tensor], weights: ShortConvolution, walk: Walk, place: int) -> Tensor:

@@ -152,6 +152,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": {**_DIVIDED, "sliding_window": WINDOW},
     "stablelm": {**_DIVIDED, "qk_layernorm": True, "use_qkv_bias": True, "use_parallel_residual": True},
     "phi": {**_DIVIDED},
+    "cohere2_moe": {
+        **_DIVIDED,
+        **_SHARING,
+        "layer_types": _TYPES,
+        "sliding_window": WINDOW,
+        "logit_scale": 0.3,
+        "num_shared_experts": 2,
+        "expert_selection_fn": "sigmoid",
+    },
     "cohere2": {**_DIVIDED, "layer_types": _TYPES, "sliding_window": WINDOW, "logit_scale": 0.3},
     "nemotron": {"head_dim": 40},
     "apertus": {**_DIVIDED},
@@ -401,6 +410,8 @@ def pack(source: Path, out: Path, scheme: str) -> tuple[Path, Path]:
     """The model with its linear layers packed, and beside it the same with what the codes stand for, plain."""
     tensors, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
     packed, plain, schemes = {}, {}, {}
+    # Experts have one scheme: groups only where they divide the inputs of all.
+    whole_experts = any(tensor.shape[-1] % 8 for name, tensor in tensors.items() if ".experts." in name)
     for name, tensor in tensors.items():
         packed[name] = plain[name] = tensor
         prefix = name.removesuffix(".weight")
@@ -408,7 +419,11 @@ def pack(source: Path, out: Path, scheme: str) -> tuple[Path, Path]:
             continue
         turned = config["model_type"] == "gpt2"
         weight = tensor.t().contiguous() if turned else tensor
-        made = int8.pack(weight) if scheme == "int8" else int4.pack(weight, 0 if weight.shape[1] % 8 else 8)
+        made = (
+            int8.pack(weight)
+            if scheme == "int8"
+            else int4.pack(weight, 0 if weight.shape[1] % 8 or (whole_experts and ".experts." in name) else 8)
+        )
         schemes[prefix] = made.scheme
         del packed[name]
         packed |= formats.to_tensors(made, prefix, torch.float32)

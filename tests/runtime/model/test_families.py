@@ -22,6 +22,9 @@ from tests.runtime.model.families import FAMILIES, VOCABULARY, WINDOW, pack, wri
 Made = Callable[..., Path]
 KINDS: tuple[CacheKind, ...] = ("float32", "int8", "int4")
 FLOATS = CacheOptions("float32")
+# The cache that each scheme of weights meets at all widths and the reference in: what a cache does at a width is
+# the same whatever made its keys, so all pairs of both would find nothing more and take three times as long.
+ALL_WIDTHS: dict[str, CacheKind] = {"float32": "int8", "int8": "int4", "int4": "float32"}
 # A tree of three levels.
 PARENTS, DEPTHS = [-1, 0, 0, 1, 2, 2, 4], [0, 1, 1, 2, 2, 2, 3]
 
@@ -125,7 +128,7 @@ def test_a_family(made: Made, kind: str) -> None:
 @pytest.mark.parametrize("scheme", ["float32", "int8", "int4"])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_every_width_and_cache(made: Made, kind: str, scheme: str) -> None:
-    """200 tokens past the window."""
+    """200 tokens past the window: all widths of one kind of cache, some of the others."""
     tokens, path = text(WINDOW + 203), made(kind, scheme)
     decoder = load(path, threads=2).decoder
     assert isinstance(decoder, BaseDecoder)
@@ -142,16 +145,15 @@ def test_every_width_and_cache(made: Made, kind: str, scheme: str) -> None:
     for cached in KINDS:
         contiguous, paged = CacheOptions(cached), CacheOptions(cached, 12)
         whole = run(decoder, tokens, len(tokens), contiguous)
-        for width in range(1, 17):
+        for width in range(1, 17) if cached == ALL_WIDTHS[scheme] else (3, 16):
             assert torch.equal(run(decoder, tokens, width, contiguous), whole), (cached, width)
         assert torch.equal(run(decoder, tokens, 7, paged), whole)
         for options in (contiguous, paged):
             tree_after(decoder, tokens, options)
             together(decoder, [tokens, text(70, 2), text(9, 3)], options)
-    short = tokens[: WINDOW + 40]
-    for cached in KINDS:
-        want = run(load(path, kernels="reference").decoder, short, 60, CacheOptions(cached))
-        assert torch.equal(run(decoder, short, 60, CacheOptions(cached)), want), cached
+    short, options = tokens[: WINDOW + 40], CacheOptions(ALL_WIDTHS[scheme])
+    want = run(load(path, kernels="reference").decoder, short, 60, options)
+    assert torch.equal(run(decoder, short, 60, options), want)
 
 
 @pytest.mark.slow
@@ -165,8 +167,7 @@ def test_speculation_gives_the_plain_text(made: Made, kind: str) -> None:
         speculator = Speculator(target, drafter, draft_length=4, cache=options)  # type: ignore[arg-type]
         return [list(result.tokens) for result in speculator.generate(prompts, max_new_tokens=WINDOW + 20)]
 
-    for cached in KINDS:
-        for options in (CacheOptions(cached), CacheOptions(cached, 12)):
-            want = texts(None, options)
-            for drafter in (LookupDrafter(), ModelDrafter(draft), TreeDrafter(draft)):
-                assert texts(drafter, options) == want, (cached, drafter.name)
+    for options in (FLOATS, *(CacheOptions(cached, 12) for cached in KINDS)):
+        want = texts(None, options)
+        for drafter in (LookupDrafter(), ModelDrafter(draft), TreeDrafter(draft)):
+            assert texts(drafter, options) == want, (options, drafter.name)

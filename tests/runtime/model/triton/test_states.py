@@ -76,6 +76,30 @@ def whole(made: TritonDecoder, tokens: Tensor, kind: CacheKind = "float32") -> T
     return feed(made, cache, cache.open(len(tokens)), tokens)
 
 
+@pytest.mark.parametrize("kind", often(KINDS, "qwen3_next"))
+def test_states_in_float16(made: Made, kind: str, device: str) -> None:
+    """Near those of the CPU's kernels, the same bits at other widths and rolled back; and not those of float32."""
+    here, tokens = decoder(made(kind), device), words(7)
+    cache = here.new_cache("float32", None, "float16")
+    request = cache.open(16)
+    want = feed(here, cache, request, tokens)
+    native = load(made(kind), threads=1).decoder
+    other = native.new_cache("float32", None, "float16")
+    found = native.forward(tokens, Rows.chains([(other.open(7), 0, 7)]), other).logits
+    assert (want.cpu() - found).norm() < 1e-3 * found.norm()
+    assert not torch.equal(want, whole(here, tokens))
+    cache.truncate(request, 5)
+    assert torch.equal(feed(here, cache, request, tokens[5:]), want[5:])
+    again = cache.open(16)
+    pieces = [feed(here, cache, again, tokens[at : at + 2]) for at in range(0, 7, 2)]
+    assert torch.equal(torch.cat(pieces), want)
+    chain = cache.open(16)
+    drafted = here.continue_greedy(tokens[:4], Rows.chains([(chain, 0, 4)]), cache, [3], VOCABULARY)[0].cpu()
+    cache.truncate(chain, 0)
+    logits = feed(here, cache, chain, torch.cat((tokens[:4], drafted)))
+    assert torch.equal(logits[3:6].argmax(1).cpu(), drafted)
+
+
 @pytest.mark.parametrize("kind", often(KINDS, "falcon_h1"))
 @pytest.mark.parametrize("held", often(["float32", "int8", "int4"], "int4"))
 def test_trees_in_a_batch_are_their_chains(made: Made, device: str, kind: str, held: CacheKind) -> None:
