@@ -163,7 +163,7 @@ def test_replicas_of_other_kernels_never_go_on_with_a_text(
     server = two.server(told, tmp_path / "log")
     two.add(other=1)
     two.kill(0)
-    serve.run(application(told, Unequal), name=APPLICATION, route_prefix="/")
+    serve.run(application(told, Unequal), name=APPLICATION, route_prefix=None)
     _wait_replicas(2)
     server.wait_ready()
     short = [{"prompt": f"def f{i}(", "max_tokens": 4, "temperature": 0} for i in range(8)]
