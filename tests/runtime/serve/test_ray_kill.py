@@ -86,7 +86,7 @@ def _disturbed(two: Nodes, server: Running, requests: list[dict[str, Any]], turn
     victims = wait_for(ENGINE, 2)
 
     def kill() -> None:
-        _wait_tokens(server, before + wanted / 16)
+        _wait_tokens(server, before + wanted / 64)
         os.kill(victims[turn % 2], signal.SIGKILL)
         _wait_tokens(server, before + wanted / 2)
         two.kill(turn % 2)
@@ -123,7 +123,7 @@ def _turns(two: Nodes, server: Running, requests: list[dict[str, Any]], expected
 def test_a_killed_replica_and_a_killed_node_cost_their_streams_a_pause(
     two: Nodes, pair: tuple[Path, Path], alone: Any, tmp_path: Path
 ) -> None:
-    requests = _requests(12, 800)
+    requests = [*_requests(12, 800), *_long()[:8]]
     expected = [right_answer(alone, one) for one in requests]
     _turns(two, two.server(_told(two, pair), tmp_path / "log"), requests, expected, 1)
 
