@@ -26,7 +26,10 @@ def main(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace exports that are there.")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Compare SERVE.md and serve/ with what engines accept; an installed vLLM loads it.")
+        bool,
+        typer.Option(
+            "--check", help="Compare SERVE.md and serve/ with what engines accept; an installed vLLM loads it."
+        ),
     ] = False,
 ) -> None:
     """Writes a model in other engines' forms, its calibrated codes repacked, and says what could not be kept.

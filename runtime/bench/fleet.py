@@ -22,7 +22,7 @@ from runtime.serve.worker import GAP
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a core that a process beside the engines spends: on a request, on a message of news, and on a token."""
+    """Seconds of a core that a process beside the engines spends on a request, a message of news, and a token."""
 
     request: float = 0.0
     message: float = 0.0
@@ -155,7 +155,7 @@ def simulate(figures: Figures, fleet: Fleet, load: Load, due: Sequence[float] | 
 
 
 class _Run:
-    """One simulation. A request: the way here, the ingress, the others' work, rounds; each round's news the way back."""
+    """One simulation. A request: the way here, ingress, the others' work, rounds; each round's news: the way back."""
 
     def __init__(self, figures: Figures, fleet: Fleet, new_tokens: int) -> None:
         self._figures, self._fleet, self._new_tokens = figures, fleet, new_tokens

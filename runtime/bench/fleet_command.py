@@ -72,9 +72,7 @@ def fleet(options: FleetOptions) -> None:
             f"--shared: {options.shared} of {options.prompt} tokens leave none of a prompt's own; share fewer"
         )
     figures = _figures(options)
-    one = Fleet(
-        1, options.max_batch, options.pages, not options.any_replica, cores=options.cores, price=options.price
-    )
+    one = Fleet(1, options.max_batch, options.pages, not options.any_replica, cores=options.cores, price=options.price)
     asked = Load(
         1.0, options.requests, options.prompt, options.new_tokens, options.shared, options.prefixes, options.seed
     )

@@ -35,9 +35,7 @@ class Timed:
     cached: int
 
 
-def measure(
-    address: str, batches: Sequence[int], new_tokens: int, shared: bool = False, passes: int = 5
-) -> Figures:
+def measure(address: str, batches: Sequence[int], new_tokens: int, shared: bool = False, passes: int = 5) -> Figures:
     """One replica's figures, medians of so many passes; nothing else may be asked of the server meanwhile.
 
     address  of a server, or of a cluster's ingress with one replica; batches: texts at once, rising.

@@ -1,4 +1,4 @@
-"""A server in a process of its own, or a cluster, a client that costs little, and the same texts from the engine alone."""
+"""A server in a process of its own, a cluster, a client that costs little, and the same texts from the engine alone."""
 
 import asyncio
 import json

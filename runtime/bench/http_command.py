@@ -33,9 +33,7 @@ def http(options: HttpOptions) -> None:
         way = ways(job)[1]
         rows: list[dict[str, Any]] = []
         kinds = {"http": Served, "cluster": Clustered} if options.cluster else {"http": Served}
-        ports = {
-            name: servers.enter_context(kind(options, model, max(clients))).port for name, kind in kinds.items()
-        }
+        ports = {name: servers.enter_context(kind(options, model, max(clients))).port for name, kind in kinds.items()}
         order = ["in_process", *ports]
         for count in clients:
             found: dict[str, list[tuple[float, float]]] = {name: [] for name in order}

@@ -1,7 +1,7 @@
 """The application on Ray Serve: the server's own HTTP app as ingress, engines as replicas behind it.
 
-The ingress listens on a port of its own: Ray's HTTP proxy in front of it would add to every piece of a text what
-passing it from process to process costs. `specpress cluster up CONFIG` runs it, and so does `serve run FILE` with the file that `specpress cluster file` writes.
+The ingress listens itself: Ray's HTTP proxy in front of it would pass every piece of a text through one process more.
+`specpress cluster up CONFIG` runs it, and so does `serve run FILE` with the file that `specpress cluster file` writes.
 """
 
 import asyncio

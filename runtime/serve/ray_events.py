@@ -101,11 +101,12 @@ class Telling(Protocol):
 class EventLine:
     """A replica's end: one ingress' texts, whose news go out together. `bell` is to be rung for each of them."""
 
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.bell = Bell(GAP)
         self._writer = writer
         self._texts: dict[int, tuple[Telling, asyncio.Future[None]]] = {}
         self._telling = asyncio.create_task(self._tell())
+        self._hearing = asyncio.create_task(self._until_closed(reader))
 
     @classmethod
     async def to(cls, place: Place) -> "EventLine":
@@ -117,9 +118,7 @@ class EventLine:
             raise RuntimeError(f"the ingress cannot be reached at {host}, port {port}: {error}") from None
         keep_asking(writer.transport)
         writer.write(secret)
-        line = cls(writer)
-        line._hearing = asyncio.create_task(line._until_closed(reader))
-        return line
+        return cls(reader, writer)
 
     @property
     def closed(self) -> bool:

@@ -110,7 +110,7 @@ def _known(engine: ModuleType) -> tuple[Mapping[str, frozenset[str]], str]:
         return tables, f"{by_table}; {engine.PACKAGE} is installed and cannot be {how}: {_short(error)}"
     rest = sorted(set(tables) - set(own))
     also = f"; {', '.join(rest)}: {by_table}" if rest else ""
-    return tables | own, f"asked the installed {engine.TITLE} itself{also}"
+    return tables | dict(own), f"asked the installed {engine.TITLE} itself{also}"
 
 
 def _own(engine: ModuleType) -> Mapping[str, frozenset[str]] | Exception:

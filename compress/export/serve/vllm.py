@@ -158,7 +158,9 @@ def load(run: Path) -> str | None:
             command, capture_output=True, text=True, errors="replace", env={**os.environ, **small}, timeout=_LONGEST
         )
     except subprocess.TimeoutExpired:
-        raise UserError(f"vLLM: expected that it loads {found.path} within {_LONGEST} s, found that it does not") from None
+        raise UserError(
+            f"vLLM: expected that it loads {found.path} within {_LONGEST} s, found that it does not"
+        ) from None
     told = [line for line in done.stdout.splitlines() if line.startswith('{"build"')]
     if done.returncode or not told:
         said = [line.strip() for line in done.stderr.splitlines() if "Error" in line] or ["it says nothing"]

@@ -1,4 +1,4 @@
-"""Events from replicas to the ingress: in order, whole, from those alone who know the secret; and that both ends part."""
+"""Events from replicas to the ingress: in order, whole, from those alone who know the secret; and both ends part."""
 
 import asyncio
 import random

@@ -67,9 +67,7 @@ class Replicas:
     async def _about(self) -> dict[str, Any]:
         return ABOUT
 
-    async def _write(
-        self, asked: dict[str, Any], *, tokens: list[int], place: Place, call: int, **_: Any
-    ) -> None:
+    async def _write(self, asked: dict[str, Any], *, tokens: list[int], place: Place, call: int, **_: Any) -> None:
         generator, mishap = self._generator, self._generator.choice(self._mishaps)
         self.seen[mishap] += 1
         host, port, secret = place
@@ -121,9 +119,7 @@ def _written(mishaps: Sequence[str], seed: int, **told: Any) -> tuple[list[Fligh
         front = RayFront(config.model, Unheard(), replicas, config)  # type: ignore[arg-type]
         await front.start()
         asked = {"prompt": [1, 2], "options": {}, "sampling": {"temperature": 0.7}}
-        texts = [
-            front.submit(asked | {"sampling": {"temperature": 0.7, "seed": one}}, Bell()) for one in range(TEXTS)
-        ]
+        texts = [front.submit(asked | {"sampling": {"temperature": 0.7, "seed": one}}, Bell()) for one in range(TEXTS)]
         async with asyncio.timeout(60):
             await front.idle.wait()
         await asyncio.sleep(0.05)
