@@ -42,6 +42,7 @@ class Figures:
     rounds    (texts that decode, seconds of a round), rising; between them it is a line, beyond them the last slope.
     ingress   of the process that speaks HTTP; others: of the client, a replica's own server and Ray, which count where
               all share a machine.
+    early     share of a request's cost that is spent before its first token; the rest, when its text has ended.
     """
 
     overhead: float
@@ -49,6 +50,7 @@ class Figures:
     rounds: tuple[tuple[int, float], ...]
     ingress: Cost = Cost()
     others: Cost = Cost()
+    early: float = 1.0
 
     def round(self, decoding: int, rows: int) -> float:
         """Seconds of a round of so many texts that decode, and so many rows of prompts."""
@@ -169,7 +171,7 @@ class _Run:
         figures, clock = self._figures, self.clock
 
         def arrive(_: float) -> None:
-            clock.work("ingress", figures.ingress.request, route)
+            clock.work("ingress", figures.early * figures.ingress.request, route)
 
         def route(_: float) -> None:
             one = _route(self.replicas, text.pages, self._fleet, number)
@@ -178,7 +180,7 @@ class _Run:
                 one.waiting.append(text)
                 self._round(one)
 
-            self._beside(one, figures.others.request, begin)
+            self._beside(one, figures.early * figures.others.request, begin)
 
         clock.at(text.came + figures.overhead, arrive)
 
@@ -188,6 +190,13 @@ class _Run:
             then(self.clock.now)
         else:
             self.clock.work(("beside", one.place), seconds, then)
+
+    def _clear_away(self, one: _Replica) -> None:
+        """What is left to do for a request whose text has ended."""
+        left = 1 - self._figures.early
+        if left:
+            self.clock.work("ingress", left * self._figures.ingress.request, lambda _: None)
+            self._beside(one, left * self._figures.others.request, lambda _: None)
 
     def _round(self, one: _Replica) -> None:
         """Begins a replica's next round, where it rests and has something to do."""
@@ -238,6 +247,7 @@ class _Run:
                 if not text.last:
                     text.last = now
                     self.done.append(text)
+                    self._clear_away(one)
 
         def passed(_: float) -> None:
             self.clock.work("ingress", self._figures.ingress.news(len(news)), heard)

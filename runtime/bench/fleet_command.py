@@ -112,14 +112,15 @@ def _figures(options: FleetOptions) -> "Figures":
         told = json.loads(options.figures.read_text(encoding="utf-8"))
         rounds = tuple((int(texts), float(seconds)) for texts, seconds in told["rounds"])
         costs = [Cost(**{key: float(value) for key, value in told.get(one, {}).items()}) for one in _COSTS]
-        figures = Figures(float(told["overhead"]), float(told["prompt"]), rounds, *costs)
+        early = float(told.get("early", 1.0))
+        figures = Figures(float(told["overhead"]), float(told["prompt"]), rounds, *costs, early)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"--figures: {options.figures} cannot be read ({type(error).__name__}): write it with --measure ADDRESS"
         ) from None
     spent = [value for cost in costs for value in (cost.request, cost.message, cost.token)]
     values = [figures.overhead, figures.prompt, *(seconds for _, seconds in rounds), *spent]
-    if not rounds or min(values) < 0 or list(rounds) != sorted(set(rounds)) or rounds[0][0] < 1:
+    if not rounds or min(values) < 0 or not 0 <= early <= 1 or list(rounds) != sorted(set(rounds)) or rounds[0][0] < 1:
         raise UserError(f"--figures: {options.figures}: expected seconds, and rounds of rising numbers of texts")
     return figures
 

@@ -68,8 +68,11 @@ def measure(address: str, batches: Sequence[int], new_tokens: int, shared: bool 
         spent.append((work, before.since(address, steps * gap + row * _SHORT * passes * count)))
     ingress, others = _costs(spent)
     ways = [ingress, others] if shared else [ingress]
-    first = firsts[_SHORT] - row * _SHORT - sum(one.request + one.news(1) for one in ways)
-    return Figures(max(0.0, first), row, tuple(rounds), ingress, others)
+    first = max(0.0, firsts[_SHORT] - row * _SHORT - sum(one.news(1) for one in ways))
+    requests = sum(one.request for one in ways)
+    # What costs more than the wait for a first token is not all spent within it.
+    early = min(1.0, first / requests) if requests else 1.0
+    return Figures(first - early * requests, row, tuple(rounds), ingress, others, early)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The capacity plan: what queueing theory says of simple fleets, routing, and the command's mistakes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,10 @@ def test_all_requests_and_news_go_through_one_ingress() -> None:
     beside = Figures(0.0, 1e-6, ((1, 1e-4),), others=Cost(0.004, 0.001, 0.001))
     apart, together = (simulate(beside, Fleet(4, cores=cores), load).latency_ms["mean"] for cores in (None, 1.0))
     assert apart < 1 and together > 6
+    # A cost that comes after the end delays the others alone.
+    rare, late = Load(0.1, 50, 20, 1), replace(figures, early=0.0)
+    assert simulate(late, Fleet(1), rare).latency_ms["p50"] < 0.4 * simulate(figures, Fleet(1), rare).latency_ms["p50"]
+    assert simulate(late, Fleet(1), load).latency_ms["p50"] > 1.5 * simulate(late, Fleet(1), rare).latency_ms["p50"]
 
 
 def test_routing_by_prefix_reads_less_again() -> None:
