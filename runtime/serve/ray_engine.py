@@ -123,7 +123,7 @@ class EngineReplica:
     async def _line(self, place: Place) -> EventLine:
         """The connection to an ingress; the first text of it makes one, and others that come meanwhile wait for it."""
         for other, line in list(self._lines.items()):
-            if line.done() and (line.cancelled() or line.exception() or line.result().closed):
+            if line.done() and (not _is_there(line) or line.result().closed):
                 del self._lines[other]
         if place not in self._lines:
             self._lines[place] = asyncio.create_task(EventLine.to(place))
@@ -141,8 +141,13 @@ class EngineReplica:
                 await self._ticking
             await self._front.close()
             for line in self._lines.values():
-                if line.done() and line.exception() is None:
+                if _is_there(line):
                     await line.result().close()
+
+
+def _is_there(line: asyncio.Task[EventLine]) -> bool:
+    """Whether a connection was made."""
+    return line.done() and not line.cancelled() and line.exception() is None
 
 
 class Text:

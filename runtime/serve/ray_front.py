@@ -187,10 +187,10 @@ class RayFront:
         pages = page_digests([*flight.asked["prompt"], *tokens], flight.asked["options"].get("cache_salt") or "")
         # A text that goes on waits for a replica of its kind, which may never come; a new one waits in the queue.
         limit = asyncio.timeout(self._told.patience if flight.accepted else None)
-        call = self._calls[number] = Call(flight, asyncio.get_running_loop().create_future(), limit)
         response = self._engines.write.remote(
             flight.asked, tokens=tokens, fingerprint=flight.fingerprint, pages=pages, place=self._place, call=number
         )
+        call = self._calls[number] = Call(flight, asyncio.get_running_loop().create_future(), limit)
         returned = asyncio.ensure_future(_returned(response))
         try:
             async with limit:
@@ -224,6 +224,10 @@ class RayFront:
         """An event has come. What comes of a call that is over is of a text that others go on with, or nobody wants."""
         call = self._calls.get(number)
         if call is None or call.ended.done():
+            return
+        if call.connection not in (None, connection):
+            # Ray asks another one where it believes that the first is lost, and both may write.
+            call.ended.set_exception(Lost("two replicas write it"))
             return
         call.connection = connection
         if call.limit.when() is not None and not call.limit.expired():

@@ -22,7 +22,7 @@ from runtime.serve.ray_front import RayFront
 
 ABOUT = {"max_batch": 8, "exact": True, "fingerprint": "a", "pages": 100}
 TEXTS, TOKENS = 60, 40
-MISHAPS = ("none", "dies", "is cut", "repeats", "leaves out", "ends early", "is unequal", "goes")
+MISHAPS = ("none", "dies", "is cut", "repeats", "leaves out", "ends early", "is unequal", "goes", "is two")
 
 
 def _right(seed: int) -> list[int]:
@@ -67,7 +67,10 @@ class Replicas:
     async def _about(self) -> dict[str, Any]:
         return ABOUT
 
-    async def _write(self, asked: dict[str, Any], *, tokens: list[int], place: Place, call: int, **_: Any) -> None:
+    async def _write(
+        self, asked: dict[str, Any], *, tokens: list[int], place: Place, call: int, fingerprint: str, **_: Any
+    ) -> None:
+        assert fingerprint == "a" if tokens else fingerprint in ("", "a")
         generator, mishap = self._generator, self._generator.choice(self._mishaps)
         self.seen[mishap] += 1
         host, port, secret = place
@@ -102,6 +105,12 @@ class Replicas:
                         data = framed(((call, "gained", known, text[known:], []),))
                         writer.write(data[: generator.randrange(len(data))])
                         raise ActorDiedError
+                    if mishap == "is two":  # Ray has asked another one, too, of other kernels
+                        _, other = await asyncio.open_connection(host, port)
+                        other.write(secret + framed(((call, "taken", "other", "b", (1, 0, 1, 99)),)))
+                        other.write(framed(((call, "gained", known, [-1], []),)))
+                        await asyncio.sleep(0.002)
+                        other.close()
                     if mishap == "repeats":
                         tell(event, event)
                 await asyncio.sleep(generator.choice((0, 0.001)))
