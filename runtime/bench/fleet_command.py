@@ -111,9 +111,11 @@ def _figures(options: FleetOptions) -> "Figures":
     try:
         told = json.loads(options.figures.read_text(encoding="utf-8"))
         rounds = tuple((int(texts), float(seconds)) for texts, seconds in told["rounds"])
-        costs = [Cost(**{key: float(value) for key, value in told.get(one, {}).items()}) for one in _COSTS]
+        ingress, others = costs = [
+            Cost(**{key: float(value) for key, value in told.get(one, {}).items()}) for one in _COSTS
+        ]
         early = float(told.get("early", 1.0))
-        figures = Figures(float(told["overhead"]), float(told["prompt"]), rounds, *costs, early)
+        figures = Figures(float(told["overhead"]), float(told["prompt"]), rounds, ingress, others, early)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"--figures: {options.figures} cannot be read ({type(error).__name__}): write it with --measure ADDRESS"
