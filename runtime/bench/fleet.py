@@ -133,6 +133,7 @@ class _Replica:
     read: Kept = field(default_factory=Kept)
     untold: list[_Text] = field(default_factory=list)
     told: float = -1.0
+    telling: bool = False
     busy: float = 0.0
     spent: int = 0
     texts: int = 0
@@ -223,7 +224,7 @@ class _Run:
         self.clock.work(thread, figures.round(len(decoding), sum(rows for _, rows in pieces)), ended)
 
     def _gain(self, one: _Replica, decoding: list[_Text], pieces: Sequence[tuple[_Text, int]]) -> None:
-        """What a round gave; a text's first token and its last are told at once, others with them or after a while."""
+        """What a round gave: a token for each text that decodes, and for each whose prompt has been read."""
         for text, rows in pieces:
             text.left -= rows
             if not text.left:
@@ -234,10 +235,14 @@ class _Run:
             if text.gained == self._new_tokens:
                 one.running.remove(text)
         one.untold += decoding
-        at_once = any(text.gained in (1, self._new_tokens) for text in decoding)
-        if not decoding or not (at_once or self.clock.now - one.told >= GAP):
+        self._tell(one)
+
+    def _tell(self, one: _Replica) -> None:
+        """Tells what is new, unless it can wait, or what was told last is still on its way: then with what follows."""
+        at_once = any(not text.first or text.gained == self._new_tokens for text in one.untold)
+        if not one.untold or one.telling or not (at_once or self.clock.now - one.told >= GAP):
             return
-        news, one.untold, one.told = one.untold, [], self.clock.now
+        news, one.untold, one.told, one.telling = one.untold, [], self.clock.now, True
         ends = [text for text in news if text.gained == self._new_tokens]
 
         def heard(now: float) -> None:
@@ -248,6 +253,8 @@ class _Run:
                     text.last = now
                     self.done.append(text)
                     self._clear_away(one)
+            one.telling = False
+            self._tell(one)
 
         def passed(_: float) -> None:
             self.clock.work("ingress", self._figures.ingress.news(len(news)), heard)
