@@ -270,7 +270,7 @@ def _route(replicas: Sequence[_Replica], pages: Sequence[bytes], fleet: Fleet, n
     else:  # of two at random the one with less to do, as Ray does it
         two = np.random.default_rng(number).choice(len(replicas), min(2, len(replicas)), replace=False)
         at = int(min(two, key=lambda place: replicas[place].load))
-    replicas[at].spent += len(pages) - known[at]
+    replicas[at].spent += max(1, len(pages) - known[at])
     replicas[at].texts += 1
     replicas[at].kept.use(pages)
     return replicas[at]
