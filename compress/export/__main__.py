@@ -26,7 +26,10 @@ def main(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace exports that are there.")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Compare the keys of SERVE.md and serve/ with what engines accept.")
+        bool,
+        typer.Option(
+            "--check", help="Compare SERVE.md and serve/ with what engines accept; an installed vLLM loads it."
+        ),
     ] = False,
 ) -> None:
     """Writes a model in other engines' forms, its calibrated codes repacked, and says what could not be kept.
@@ -75,13 +78,15 @@ def _check(artifact: str) -> None:
         raise UserError(f"{Path(artifact).name}: expected a run folder, as only those have a {serve.PAGE}: name one")
     if not (run / serve.PAGE).is_file():
         serve.write(run)
-    from compress.export.serve.check import check
+    from compress.export.serve.check import check, load
 
     found = check(run)
     for engine in found:
         typer.echo(engine.line)
     if wrong := [engine.title for engine in found if engine.unknown]:
         raise UserError(f"{', '.join(wrong)}: expected keys that the engine accepts, found unknown ones: see above")
+    for line in load(run):
+        typer.echo(line)
 
 
 if __name__ == "__main__":

@@ -2,34 +2,55 @@
 
 Requests come as a Poisson process and are routed as the cluster routes them. Each replica runs rounds as the engine
 does: all texts that decode gain a token, and pieces of prompts share the round. A round takes what was measured for so
-many texts, and for so many rows of prompts.
+many texts, and for so many rows of prompts. The ingress is one thread, through which each request and each replica's
+news go in turn; where all share a machine, so do replicas' own servers and the client.
 """
 
-import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
+from runtime.bench.fleet_cores import Clock
 from runtime.bench.load import arrivals
 from runtime.engine.schedule import MIXED_ROWS, PREFILL_ROWS
 from runtime.serve.prefixes import PAGE, Kept, ranked
+from runtime.serve.worker import GAP
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a core that a process beside the engines spends on a request, a message of news, and a token."""
+
+    request: float = 0.0
+    message: float = 0.0
+    token: float = 0.0
+
+    def news(self, tokens: int) -> float:
+        """On one message that tells of so many tokens."""
+        return self.message + self.token * tokens
 
 
 @dataclass(frozen=True)
 class Figures:
     """What one replica does, in seconds.
 
-    overhead  of a request, before its first row and beside all rounds: HTTP, the ingress, Ray.
+    overhead  of a request beside all work: wakes, and the way to and fro.
     prompt    of a row of a prompt.
     rounds    (texts that decode, seconds of a round), rising; between them it is a line, beyond them the last slope.
+    ingress   of the process that speaks HTTP; others: of the client, a replica's own server and Ray, which count where
+              all share a machine.
+    early     share of a request's cost that is spent before its first token; the rest, when its text has ended.
     """
 
     overhead: float
     prompt: float
     rounds: tuple[tuple[int, float], ...]
+    ingress: Cost = Cost()
+    others: Cost = Cost()
+    early: float = 1.0
 
     def round(self, decoding: int, rows: int) -> float:
         """Seconds of a round of so many texts that decode, and so many rows of prompts."""
@@ -47,8 +68,8 @@ class Figures:
 class Fleet:
     """The replicas.
 
-    at_once  how many compute at full speed: fewer than there are where they share a machine's cores.
-    pages    of 64 tokens, that each keeps; price: of one for an hour, in any currency.
+    cores  of the one machine that replicas, ingress and client share; None: each has cores of its own.
+    pages  of 64 tokens, that each keeps; price: of one for an hour, in any currency.
     """
 
     replicas: int
@@ -56,7 +77,7 @@ class Fleet:
     pages: int = 4096
     prefix: bool = True
     balance: float = 1.25
-    at_once: float | None = None
+    cores: float | None = None
     price: float = 0.0
 
 
@@ -98,17 +119,21 @@ class _Text:
     left: int
     gained: int = 0
     first: float = 0.0
+    last: float = 0.0
 
 
 @dataclass
 class _Replica:
-    """One replica: texts that run, in the order in which they came, and those that wait."""
+    """One replica: texts that run, in the order in which they came, and those that wait; news that was not told yet."""
 
+    place: int
     kept: Kept
     running: list[_Text] = field(default_factory=list)
     waiting: deque[_Text] = field(default_factory=deque)
     read: Kept = field(default_factory=Kept)
-    working: bool = False
+    untold: list[_Text] = field(default_factory=list)
+    told: float = -1.0
+    telling: bool = False
     busy: float = 0.0
     spent: int = 0
     texts: int = 0
@@ -118,78 +143,137 @@ class _Replica:
         return len(self.running) + len(self.waiting)
 
 
-def simulate(figures: Figures, fleet: Fleet, load: Load) -> Simulated:
-    """Requests through the fleet, to the last one's end. Events in the order of time; equal seeds, equal figures."""
-    replicas = [_Replica(Kept(fleet.pages), read=Kept(fleet.pages)) for _ in range(fleet.replicas)]
-    come = [time + figures.overhead for time in arrivals(load.rate, load.requests, load.seed)]
-    chosen = np.random.default_rng(load.seed + 1).integers(0, load.prefixes, load.requests)
-    whole = load.shared // PAGE
-    events: list[tuple[float, int, int]] = [(time, place, -1) for place, time in enumerate(come)]
-    heapq.heapify(events)
-    turn, done, reused, end = load.requests, list[tuple[_Text, float]](), 0, 0.0
-    ends: dict[int, tuple[list[_Text], list[tuple[_Text, int]]]] = {}
+def simulate(figures: Figures, fleet: Fleet, load: Load, due: Sequence[float] | None = None) -> Simulated:
+    """Requests through the fleet, to the last one's end. Events in the order of time; equal seeds, equal figures.
 
-    def begin(now: float, at: int) -> None:
-        nonlocal turn, reused
-        one = replicas[at]
-        while one.waiting and len(one.running) < fleet.max_batch:
+    due  seconds at which the requests come instead of at the load's rate.
+    """
+    chosen = np.random.default_rng(load.seed + 1).integers(0, load.prefixes, load.requests)
+    run = _Run(figures, fleet, load.new_tokens)
+    for number, came in enumerate(due if due is not None else arrivals(load.rate, load.requests, load.seed)):
+        pages = [f"{chosen[number]} {page}".encode() for page in range(load.shared // PAGE)]
+        run.ask(number, _Text(came, pages, load.prompt))
+    run.clock.run()
+    return _told(fleet, load, run)
+
+
+class _Run:
+    """One simulation. A request: the way here, ingress, the others' work, rounds; each round's news: the way back."""
+
+    def __init__(self, figures: Figures, fleet: Fleet, new_tokens: int) -> None:
+        self._figures, self._fleet, self._new_tokens = figures, fleet, new_tokens
+        self.clock = Clock(fleet.cores)
+        self.replicas = [_Replica(place, Kept(fleet.pages), read=Kept(fleet.pages)) for place in range(fleet.replicas)]
+        self.done: list[_Text] = []
+        self.reused = 0
+
+    def ask(self, number: int, text: _Text) -> None:
+        """A request comes at its time."""
+        figures, clock = self._figures, self.clock
+
+        def arrive(_: float) -> None:
+            clock.work("ingress", figures.early * figures.ingress.request, route)
+
+        def route(_: float) -> None:
+            one = _route(self.replicas, text.pages, self._fleet, number)
+
+            def begin(_: float) -> None:
+                one.waiting.append(text)
+                self._round(one)
+
+            self._beside(one, figures.early * figures.others.request, begin)
+
+        clock.at(text.came + figures.overhead, arrive)
+
+    def _beside(self, one: _Replica, seconds: float, then: Callable[[float], None]) -> None:
+        """Work of a replica's own server, of the client and of Ray, where the machine is shared."""
+        if self._fleet.cores is None or not seconds:
+            then(self.clock.now)
+        else:
+            self.clock.work(("beside", one.place), seconds, then)
+
+    def _clear_away(self, one: _Replica) -> None:
+        """What is left to do for a request whose text has ended."""
+        left = 1 - self._figures.early
+        if left:
+            self.clock.work("ingress", left * self._figures.ingress.request, lambda _: None)
+            self._beside(one, left * self._figures.others.request, lambda _: None)
+
+    def _round(self, one: _Replica) -> None:
+        """Begins a replica's next round, where it rests and has something to do."""
+        figures, thread = self._figures, ("engine", one.place)
+        if self.clock.is_busy(thread):
+            return
+        while one.waiting and len(one.running) < self._fleet.max_batch:
             text = one.waiting.popleft()
             known = one.read.known(text.pages) * PAGE
-            reused += known
+            self.reused += known
             text.left -= known
             one.running.append(text)
-        if one.working or not one.running:
+        if not one.running:
             return
         decoding = [text for text in one.running if not text.left]
         pieces = _pieces([text for text in one.running if text.left], MIXED_ROWS if decoding else PREFILL_ROWS)
-        one.working = True
-        at_work = sum(other.working for other in replicas)
-        slower = max(1.0, at_work / (fleet.at_once or fleet.replicas))
-        spent = slower * figures.round(len(decoding), sum(rows for _, rows in pieces))
-        one.busy += spent
-        ends[turn] = decoding, pieces
-        heapq.heappush(events, (now + spent, turn, at))
-        turn += 1
+        began = self.clock.now
 
-    while events:
-        now, number, at = heapq.heappop(events)
-        if at < 0:
-            pages = [f"{chosen[number]} {page}".encode() for page in range(whole)]
-            at = _route(replicas, pages, fleet, number)
-            replicas[at].waiting.append(_Text(now - figures.overhead, pages, load.prompt))
-            begin(now, at)
-            continue
-        decoding, pieces = ends.pop(number)
-        one, one_read = replicas[at], replicas[at].read
-        one.working = False
+        def ended(now: float) -> None:
+            one.busy += now - began
+            self._gain(one, decoding, pieces)
+            self._round(one)
+
+        self.clock.work(thread, figures.round(len(decoding), sum(rows for _, rows in pieces)), ended)
+
+    def _gain(self, one: _Replica, decoding: list[_Text], pieces: Sequence[tuple[_Text, int]]) -> None:
+        """What a round gave: a token for each text that decodes, and for each whose prompt has been read."""
         for text, rows in pieces:
             text.left -= rows
             if not text.left:
-                one_read.use(text.pages)
+                one.read.use(text.pages)
                 decoding.append(text)  # its last row gives the first token
         for text in decoding:
             text.gained += 1
-            text.first = text.first or now
-            if text.gained == load.new_tokens:
+            if text.gained == self._new_tokens:
                 one.running.remove(text)
-                done.append((text, now))
-                end = max(end, now)
-        begin(now, at)
-    return _told(fleet, load, replicas, done, reused, end)
+        one.untold += decoding
+        self._tell(one)
+
+    def _tell(self, one: _Replica) -> None:
+        """Tells what is new, unless it can wait, or what was told last is still on its way: then with what follows."""
+        at_once = any(not text.first or text.gained == self._new_tokens for text in one.untold)
+        if not one.untold or one.telling or not (at_once or self.clock.now - one.told >= GAP):
+            return
+        news, one.untold, one.told, one.telling = one.untold, [], self.clock.now, True
+        ends = [text for text in news if text.gained == self._new_tokens]
+
+        def heard(now: float) -> None:
+            for text in news:
+                text.first = text.first or now
+            for text in ends:
+                if not text.last:
+                    text.last = now
+                    self.done.append(text)
+                    self._clear_away(one)
+            one.telling = False
+            self._tell(one)
+
+        def passed(_: float) -> None:
+            self.clock.work("ingress", self._figures.ingress.news(len(news)), heard)
+
+        self._beside(one, self._figures.others.news(len(news)), passed)
 
 
-def _route(replicas: Sequence[_Replica], pages: Sequence[bytes], fleet: Fleet, number: int) -> int:
-    """The place of the replica that a text goes to."""
+def _route(replicas: Sequence[_Replica], pages: Sequence[bytes], fleet: Fleet, number: int) -> _Replica:
+    """The replica that a text goes to."""
     known = [one.kept.known(pages) for one in replicas]
     if fleet.prefix:
         at = ranked(known, [one.load for one in replicas], [one.spent for one in replicas], fleet.balance)[0]
     else:  # of two at random the one with less to do, as Ray does it
         two = np.random.default_rng(number).choice(len(replicas), min(2, len(replicas)), replace=False)
         at = int(min(two, key=lambda place: replicas[place].load))
-    replicas[at].spent += len(pages) - known[at]
+    replicas[at].spent += max(1, len(pages) - known[at])
     replicas[at].texts += 1
     replicas[at].kept.use(pages)
-    return at
+    return replicas[at]
 
 
 def _pieces(reading: Sequence[_Text], rows: int) -> list[tuple[_Text, int]]:
@@ -205,17 +289,15 @@ def _pieces(reading: Sequence[_Text], rows: int) -> list[tuple[_Text, int]]:
     return [(reading[place], count) for place, count in out.items() if count]
 
 
-def _told(
-    fleet: Fleet, load: Load, replicas: Sequence[_Replica], done: Sequence[tuple[_Text, float]], reused: int, end: float
-) -> Simulated:
-    tokens = load.requests * load.new_tokens
-    texts = [one.texts for one in replicas]
+def _told(fleet: Fleet, load: Load, run: _Run) -> Simulated:
+    tokens, end = load.requests * load.new_tokens, max(text.last for text in run.done)
+    texts = [one.texts for one in run.replicas]
     return Simulated(
-        percentiles([ended - text.came for text, ended in done]),
-        percentiles([text.first - text.came for text, _ in done]),
-        reused / max(1, load.requests * (load.shared // PAGE) * PAGE),
+        percentiles([text.last - text.came for text in run.done]),
+        percentiles([text.first - text.came for text in run.done]),
+        run.reused / max(1, load.requests * (load.shared // PAGE) * PAGE),
         tokens / end,
-        sum(one.busy for one in replicas) / (end * fleet.replicas),
+        sum(one.busy for one in run.replicas) / (end * fleet.replicas),
         max(texts) * len(texts) / sum(texts),
         1e6 * fleet.price * fleet.replicas * end / 3600 / tokens,
     )

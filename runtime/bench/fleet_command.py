@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from runtime.bench.fleet import Figures
 
 _MOST = 10_000  # replicas, and texts at once
+_COSTS = ("ingress", "others")  # of Figures
 _BATCHES = (1, 2, 4, 8, 16, 32)
 
 
@@ -44,9 +45,13 @@ class FleetOptions:
     any_replica: Annotated[bool, typer.Option("--any-replica", help="Route as Ray does: by the shorter queue.")] = False
     max_batch: Annotated[int, typer.Option(help="Texts in one forward.")] = 32
     pages: Annotated[int, typer.Option(help="Pages of 64 tokens that a replica keeps.")] = 4096
-    at_once: Annotated[
+    cores: Annotated[
         float | None,
-        typer.Option(help="Replicas that compute at full speed.", show_default="all: each has a machine", min=0.1),
+        typer.Option(
+            help="Of one machine that the replicas, of one thread each, the ingress and the client share.",
+            show_default="each replica has a machine",
+            min=0.5,
+        ),
     ] = None
     price: Annotated[float, typer.Option(help="Of a replica for an hour.", min=0)] = 0.0
     seed: Annotated[int, typer.Option(help="Of arrivals and prefixes.", min=0)] = 0
@@ -67,9 +72,7 @@ def fleet(options: FleetOptions) -> None:
             f"--shared: {options.shared} of {options.prompt} tokens leave none of a prompt's own; share fewer"
         )
     figures = _figures(options)
-    one = Fleet(
-        1, options.max_batch, options.pages, not options.any_replica, at_once=options.at_once, price=options.price
-    )
+    one = Fleet(1, options.max_batch, options.pages, not options.any_replica, cores=options.cores, price=options.price)
     asked = Load(
         1.0, options.requests, options.prompt, options.new_tokens, options.shared, options.prefixes, options.seed
     )
@@ -95,25 +98,31 @@ def fleet(options: FleetOptions) -> None:
 
 def _figures(options: FleetOptions) -> "Figures":
     """The file's, measured first where that is asked for. Raises UserError for a file that is none."""
-    from runtime.bench.fleet import Figures
+    from runtime.bench.fleet import Cost, Figures
     from runtime.bench.output import write
 
     if options.measure is not None:
         from runtime.bench.fleet_measure import measure
 
-        found = measure(options.measure, [one for one in _BATCHES if one <= options.max_batch], options.new_tokens)
+        batches = [one for one in _BATCHES if one <= options.max_batch]
+        found = measure(options.measure, batches, options.new_tokens, shared=options.cores is not None)
         write(options.figures, _plain(found))
         return found
     try:
         told = json.loads(options.figures.read_text(encoding="utf-8"))
         rounds = tuple((int(texts), float(seconds)) for texts, seconds in told["rounds"])
-        figures = Figures(float(told["overhead"]), float(told["prompt"]), rounds)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        ingress, others = costs = [
+            Cost(**{key: float(value) for key, value in told.get(one, {}).items()}) for one in _COSTS
+        ]
+        early = float(told.get("early", 1.0))
+        figures = Figures(float(told["overhead"]), float(told["prompt"]), rounds, ingress, others, early)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"--figures: {options.figures} cannot be read ({type(error).__name__}): write it with --measure ADDRESS"
         ) from None
-    values = [figures.overhead, figures.prompt, *(seconds for _, seconds in rounds)]
-    if not rounds or min(values) < 0 or list(rounds) != sorted(set(rounds)) or rounds[0][0] < 1:
+    spent = [value for cost in costs for value in (cost.request, cost.message, cost.token)]
+    values = [figures.overhead, figures.prompt, *(seconds for _, seconds in rounds), *spent]
+    if not rounds or min(values) < 0 or not 0 <= early <= 1 or list(rounds) != sorted(set(rounds)) or rounds[0][0] < 1:
         raise UserError(f"--figures: {options.figures}: expected seconds, and rounds of rising numbers of texts")
     return figures
 

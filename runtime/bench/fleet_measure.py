@@ -2,20 +2,26 @@
 
 import asyncio
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http.client import HTTPConnection
+from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 
-from runtime.bench.fleet import Figures, Load, percentiles
+from runtime.bench.fleet import Cost, Figures, Load, percentiles
 from runtime.bench.load import arrivals
 from runtime.errors import UserError
+from runtime.serve.worker import GAP
 
 _SHORT, _LONG = 16, 512  # tokens of the prompts whose first tokens tell what a row costs
+_SINGLES = 40  # texts of one token, which tell what a request costs
+_REST = 1.0  # seconds
 _HIGHEST_ID = 250  # token ids of random prompts: every vocabulary has them
 
 
@@ -29,31 +35,138 @@ class Timed:
     cached: int
 
 
-def measure(address: str, batches: Sequence[int], new_tokens: int, passes: int = 5) -> Figures:
+def measure(address: str, batches: Sequence[int], new_tokens: int, shared: bool = False, passes: int = 5) -> Figures:
     """One replica's figures, medians of so many passes; nothing else may be asked of the server meanwhile.
 
     address  of a server, or of a cluster's ingress with one replica; batches: texts at once, rising.
-    Raises UserError where nothing answers there, or a request is refused.
+    shared   the server runs on this machine, with engines of one thread each: what is spent beside them is measured,
+             too, by what the machine's cores do. They must not all be busy, and nothing else may run.
+
+    Raises UserError where nothing answers there, a request is refused, or this system does not tell what cores do.
     """
     generator = np.random.default_rng(0)
 
-    def prompts(count: int, tokens: int) -> list[dict[str, Any]]:
-        return [_asked(generator.integers(3, _HIGHEST_ID, tokens).tolist(), new_tokens) for _ in range(count)]
+    def prompts(count: int, tokens: int, new: int) -> list[dict[str, Any]]:
+        return [_asked(generator.integers(3, _HIGHEST_ID, tokens).tolist(), new) for _ in range(count)]
 
-    ask(address, prompts(1, _SHORT))  # warms up
+    ask(address, prompts(1, _SHORT, new_tokens))  # warms up
     firsts = {
-        tokens: median(ask(address, prompts(1, tokens))[0].first for _ in range(passes)) for tokens in (_SHORT, _LONG)
+        tokens: median(ask(address, prompts(1, tokens, new_tokens))[0].first for _ in range(passes))
+        for tokens in (_SHORT, _LONG)
     }
     row = max(0.0, (firsts[_LONG] - firsts[_SHORT]) / (_LONG - _SHORT))
-    rounds = []
+    spent, rounds = [_single(address, [prompts(1, _SHORT, 1) for _ in range(_SINGLES)], row, shared)], []
     for count in batches:
-        gaps = [
-            (one.last - one.first) / max(1, one.tokens - 1)
-            for _ in range(passes)
-            for one in ask(address, prompts(count, _SHORT))
-        ]
-        rounds.append((count, median(gaps)))
-    return Figures(max(0.0, firsts[_SHORT] - row * _SHORT), row, tuple(rounds))
+        before, texts = _Spent.now(address, shared), list[Timed]()
+        for _ in range(passes):
+            texts += ask(address, prompts(count, _SHORT, new_tokens))
+        gap = median((one.last - one.first) / max(1, one.tokens - 1) for one in texts)
+        rounds.append((count, gap))
+        steps = passes * (new_tokens - 1)
+        messages = passes * count + steps * min(1.0, gap / GAP)
+        work = np.array([passes * count, messages, passes * count * new_tokens])
+        spent.append((work, before.since(address, steps * gap + row * _SHORT * passes * count)))
+    ingress, others = _costs(spent)
+    ways = [ingress, others] if shared else [ingress]
+    first = max(0.0, firsts[_SHORT] - row * _SHORT - sum(one.news(1) for one in ways))
+    requests = sum(one.request for one in ways)
+    # What costs more than the wait for a first token is not all spent within it.
+    early = min(1.0, first / requests) if requests else 1.0
+    return Figures(first - early * requests, row, tuple(rounds), ingress, others, early)
+
+
+@dataclass(frozen=True)
+class _Spent:
+    """Seconds of cores so far: of the process that speaks HTTP, and of the whole machine (0: not asked for)."""
+
+    ingress: float
+    machine: float
+    idle: float = 0.0  # a second of the machine, while nothing is asked for
+    when: float = 0.0
+
+    @classmethod
+    def now(cls, address: str, shared: bool) -> "_Spent":
+        """Read now; where the machine counts, after a rest in which its own business is measured."""
+        if not shared:
+            return cls(_ingress_seconds(address), 0.0)
+        before = _machine_seconds()
+        sleep(_REST)
+        machine = _machine_seconds()
+        return cls(_ingress_seconds(address), machine, (machine - before) / _REST, perf_counter())
+
+    def since(self, address: str, engine: float) -> tuple[float, float]:
+        """(of the ingress, of all others but the engine, which took so much) since then."""
+        ingress = _ingress_seconds(address) - self.ingress
+        if not self.when:
+            return ingress, 0.0
+        machine = _machine_seconds() - self.machine - self.idle * (perf_counter() - self.when)
+        return ingress, max(0.0, machine - ingress - engine)
+
+
+def _single(
+    address: str, each: Sequence[list[dict[str, Any]]], row: float, shared: bool
+) -> tuple[Any, tuple[float, float]]:
+    """What texts of one token cost, one after the other: little but the requests."""
+    before = _Spent.now(address, shared)
+    for one in each:
+        ask(address, one)
+    return np.array([len(each)] * 3), before.since(address, row * _SHORT * len(each))
+
+
+def _costs(spent: Sequence[tuple[Any, tuple[float, float]]]) -> tuple[Cost, Cost]:
+    """The costs of ingress and others that explain best, by least squares, what was spent on so much work."""
+    work = np.stack([one for one, _ in spent]).astype(float)
+    found = []
+    for place in (0, 1):
+        seconds = np.array([both[place] for _, both in spent])
+        used = [0, 1, 2]
+        while used:  # a cost below nothing is none: the others without it
+            costs, *_ = np.linalg.lstsq(work[:, used], seconds, rcond=None)
+            if (costs >= 0).all():
+                break
+            del used[int(costs.argmin())]
+        values = dict(zip(used, costs.tolist(), strict=True)) if used else {}
+        found.append(Cost(*(values.get(kind, 0.0) for kind in range(3))))
+    return found[0], found[1]
+
+
+def _ingress_seconds(address: str) -> float:
+    """Of a core, that the process which speaks HTTP has used. Raises UserError where it does not tell."""
+    host, port = _place(address)
+    connection = HTTPConnection(host, port, timeout=60)
+    try:
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+    except OSError as error:
+        raise _silent(address, error) from None
+    finally:
+        connection.close()
+    told = [line.split()[1] for line in lines if line.startswith("process_cpu_seconds_total ")]
+    if not told:
+        raise UserError(f"{address}: /metrics has no process_cpu_seconds_total: give a server or cluster of Specpress")
+    return float(told[0])
+
+
+def _machine_seconds() -> float:
+    """Of all cores, that were spent on something. Raises UserError on a system that does not tell."""
+    try:
+        told = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
+    except OSError:
+        raise UserError("--cores: this system does not tell what its cores do: measure on Linux") from None
+    user, nice, system, _, _, interrupts, soft = map(int, told[1:8])
+    return (user + nice + system + interrupts + soft) / os.sysconf("SC_CLK_TCK")
+
+
+def _place(address: str) -> tuple[str, int]:
+    parts = urlsplit(address if "//" in address else f"//{address}")
+    try:
+        return parts.hostname or "127.0.0.1", parts.port or 80
+    except ValueError as error:
+        raise _silent(address, error) from None
+
+
+def _silent(address: str, error: Exception) -> UserError:
+    return UserError(f"{address}: no server answers there ({error}); give http://HOST:PORT")
 
 
 def ask(address: str, bodies: Sequence[dict[str, Any]], due: Sequence[float] | None = None) -> list[Timed]:
@@ -61,12 +174,11 @@ def ask(address: str, bodies: Sequence[dict[str, Any]], due: Sequence[float] | N
 
     Raises UserError where nothing answers, or a stream ends without its usage.
     """
-    parts = urlsplit(address if "//" in address else f"//{address}")
+    host, port = _place(address)
     try:
-        host, port = parts.hostname or "127.0.0.1", parts.port or 80
         return asyncio.run(_ask(host, port, bodies, due or [0.0] * len(bodies)))
     except (OSError, ValueError) as error:
-        raise UserError(f"{address}: no server answers there ({error}); give http://HOST:PORT") from None
+        raise _silent(address, error) from None
 
 
 def checked(address: str, load: Load) -> dict[str, float]:

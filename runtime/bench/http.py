@@ -1,13 +1,16 @@
-"""A server in a process of its own, a client that costs little, and the same texts from the engine alone."""
+"""A server in a process of its own, a cluster, a client that costs little, and the same texts from the engine alone."""
 
 import asyncio
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle, islice
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from types import TracebackType
 from typing import Any
@@ -26,6 +29,10 @@ class Served:
     def __init__(self, options: HttpOptions, model: Model, clients: int) -> None:
         if is_random(model.config) and not (model.path / "tokenizer.json").exists():
             write_tokenizer(model.path, model.decoder.vocab_size)
+        self._command = self._words(options, model, clients)
+        self.port = 0
+
+    def _words(self, options: HttpOptions, model: Model, clients: int) -> list[str]:
         told = {
             "--target": f"bench={model.path}",
             "--port": 0,
@@ -38,9 +45,8 @@ class Served:
             "--device": options.device,
             "--kernels": options.kernels,
         }
-        self._command = [sys.executable, "-m", "runtime.serve"]
-        self._command += [str(part) for pair in told.items() if pair[1] is not None for part in pair]
-        self.port = 0
+        words = [str(part) for pair in told.items() if pair[1] is not None for part in pair]
+        return [sys.executable, "-m", "runtime.serve", *words]
 
     def __enter__(self) -> "Served":
         self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
@@ -57,6 +63,36 @@ class Served:
         self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
+
+
+class Clustered(Served):
+    """`specpress cluster up` with the same, one replica on a Ray cluster of this machine alone."""
+
+    def _words(self, options: HttpOptions, model: Model, clients: int) -> list[str]:
+        with socket.socket() as end:  # a port that nobody listens on now
+            end.bind(("127.0.0.1", 0))
+            port = end.getsockname()[1]
+        told = {
+            "target": str(model.path.absolute()),
+            "address": "local",
+            "port": port,
+            "max_batch": clients,
+            "replicas": {"cpus": 0},
+            "drafter": options.drafter,
+            "draft": options.draft,
+            "draft_length": options.draft_length,
+            "threads": options.threads,
+            "device": options.device,
+            "kernels": options.kernels,
+        }
+        self._folder = TemporaryDirectory(prefix="specpress-cluster-")
+        file = Path(self._folder.name) / "cluster.yaml"
+        file.write_text(json.dumps({key: value for key, value in told.items() if value is not None}))  # YAML, too
+        return [sys.executable, "-m", "specpress", "cluster", "up", str(file)]
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        super().__exit__(kind, error, trace)
+        self._folder.cleanup()
 
 
 def in_process(job: Job, way: Way, clients: int) -> tuple[float, float]:

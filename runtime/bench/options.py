@@ -192,6 +192,9 @@ class HttpOptions(JobOptions):
 
     clients: Annotated[str, typer.Option(help="Clients at a time, with commas between the numbers.")] = "1,16"
     rounds: Annotated[int, typer.Option(help="Passes in-process and over HTTP, in turns.")] = 5
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Also a replica on Ray, with the ingress, against the server alone.")
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,8 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "ratio": ("ratio", ".3f"),
     "in_process.ttft_ms": ("ttft alone", ".2f"), "http.ttft_ms": ("over HTTP", ".2f"),
     "ttft_added_ms": ("added", ".2f"),
+    "cluster.tokens_per_second": ("cluster", ".1f"), "cluster.ratio": ("over server", ".3f"),
+    "cluster.ttft_ms": ("cluster", ".2f"), "cluster.ttft_added_ms": ("added", ".2f"),
     "split": ("split", "s"), "category": ("category", "s"), "input_tokens": ("input", ".0f"),
     "concurrency": ("at a time", "d"), "tokens_per_second_per_user": ("per user", ".1f"), "ttft_ms": ("ttft ms", ".1f"),
     "accept_length": ("tokens a round", ".2f"),
@@ -145,6 +147,10 @@ def show_http(facts: Figures, rows: Sequence[Figures]) -> None:
     out.print(_title(facts), soft_wrap=True)
     speeds = "in_process.tokens_per_second http.tokens_per_second ratio"
     out.print(listed(f"clients {speeds} in_process.ttft_ms http.ttft_ms ttft_added_ms", rows))
+    if "cluster" in rows[0]:
+        speeds = "http.tokens_per_second cluster.tokens_per_second cluster.ratio"
+        keys = f"clients {speeds} http.ttft_ms cluster.ttft_ms cluster.ttft_added_ms"
+        out.print(listed(keys, rows, "A replica on Ray behind the ingress, against the server alone"))
 
 
 def show(title: str, keys: str, rows: Sequence[Figures], place: Place) -> None:

@@ -41,25 +41,25 @@ class Channel:
 
     def send(self, message: Message) -> None:
         """Sends a message, after those that were held, or keeps what the socket does not take now. Raises Closed."""
-        framed = _framed(message)
+        data = framed(message)
         with self._lock:
             if self._unsent:
-                self._unsent += framed
+                self._unsent += data
                 self._push()
                 return
             try:
-                sent = self.socket.send(framed)
+                sent = self.socket.send(data)
             except BlockingIOError:
                 sent = 0
             except OSError as error:
                 raise Closed from error
-            if sent < len(framed):
-                self._unsent += framed[sent:]
+            if sent < len(data):
+                self._unsent += data[sent:]
 
     def hold(self, message: Message) -> None:
         """Keeps a message until the next `send` or `flush`: a packet wakes the other side, which costs as much."""
         with self._lock:
-            self._unsent += _framed(message)
+            self._unsent += framed(message)
 
     def flush(self) -> None:
         """Sends more of what waits. Raises Closed."""
@@ -87,17 +87,7 @@ class Channel:
         if not data:
             raise Closed
         self._unread += data
-        found, start = [], 0
-        while len(self._unread) - start >= _LENGTH.size:
-            (size,) = _LENGTH.unpack_from(self._unread, start)
-            end = start + _LENGTH.size + size
-            if end > len(self._unread):
-                break
-            found.append(marshal.loads(memoryview(self._unread)[start + _LENGTH.size : end]))
-            start = end
-        if start:
-            del self._unread[:start]
-        return found
+        return taken(self._unread)
 
     def wait(self, seconds: float) -> None:
         """Returns when there is something to receive, or after so long; sends meanwhile what waits. Raises Closed."""
@@ -109,6 +99,22 @@ class Channel:
         self.socket.close()
 
 
-def _framed(message: Message) -> bytes:
+def framed(message: Message) -> bytes:
+    """The bytes of a message, its length first."""
     data = marshal.dumps(message)
     return _LENGTH.pack(len(data)) + data
+
+
+def taken(unread: bytearray) -> list[Message]:
+    """The messages that are whole in what has come by now, which is taken out of it."""
+    found, start = [], 0
+    while len(unread) - start >= _LENGTH.size:
+        (size,) = _LENGTH.unpack_from(unread, start)
+        end = start + _LENGTH.size + size
+        if end > len(unread):
+            break
+        found.append(marshal.loads(memoryview(unread)[start + _LENGTH.size : end]))
+        start = end
+    if start:
+        del unread[:start]
+    return found

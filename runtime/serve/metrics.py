@@ -6,7 +6,7 @@ Tokens are counted as they reach the server, everything else of a text when it h
 from collections.abc import Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from runtime.serve.flight import Flight
@@ -19,11 +19,12 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 class Registry:
-    """All figures of a server, each with the label `model_name`."""
+    """All figures of a server, each with the label `model_name`, and Prometheus' own of its process (`process_…`)."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # a second line for each figure, which nobody reads
         self.registry = CollectorRegistry(auto_describe=False)
+        ProcessCollector(registry=self.registry)
         self.running = self._gauge("vllm:num_requests_running", "Texts that the engine writes now.")
         self.waiting = self._gauge("vllm:num_requests_waiting", "Texts that wait for it.")
         self.cache = self._gauge("vllm:kv_cache_usage_perc", "Share of the pages that is held; 1: all.")

@@ -1,11 +1,14 @@
 """The application on Ray Serve: the server's own HTTP app as ingress, engines as replicas behind it.
 
+The ingress listens itself: Ray's HTTP proxy in front of it would pass every piece of a text through one process more.
 `specpress cluster up CONFIG` runs it, and so does `serve run FILE` with the file that `specpress cluster file` writes.
 """
 
 import asyncio
 import logging
 import math
+import socket
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,20 +18,22 @@ from ray.serve.handle import DeploymentHandle
 
 from runtime.errors import UserError
 from runtime.serve.app import Service
-from runtime.serve.guard import App, Guard
+from runtime.serve.guard import Guard
 from runtime.serve.metrics import Meter, Registry
 from runtime.serve.models import Models
 from runtime.serve.ray_config import ClusterConfig
 from runtime.serve.ray_engine import EngineReplica
 from runtime.serve.ray_front import RayFront
 from runtime.serve.ray_router import PrefixRouter
-from runtime.serve.settings import ModelSettings, PageSettings
+from runtime.serve.server import Server, http_config, listening
+from runtime.serve.settings import Access, ModelSettings, PageSettings
 from runtime.serve.vocabulary import read_template
 
 _HEAD = "node:__internal_head__"  # Ray's own resource of the node where its controller is
 _TICK = 1.0  # seconds
 _STATS = 1.0  # seconds between two times that replicas tell what they hold
-_TEXTS = 100_000  # that the ingress takes from Ray's proxy: how many is the admission's to say
+_FREE = 60.0  # seconds in which an ingress that goes has to let go of the port
+_DRAIN = 5.0  # seconds that an ingress takes to end, beside those that its texts have
 
 
 class Ingress:
@@ -50,17 +55,38 @@ class Ingress:
         self._models = Models(registry, config.limits, template, front)
         service = Service(self._models, registry, config.limits, config.model, PageSettings())
         await self._models.load(config.model)
-        self._app = Guard(service.app(), config.access)
+        self._server = Server(http_config(Guard(service.app(), config.access)), service, config.limits.drain)
+        self._serving = asyncio.create_task(self._server.serve([await _listening(config.access)]))
         self._ticking = asyncio.create_task(self._ticks())
 
-    def __serve_build_asgi_app__(self) -> App:
-        """See ray.serve.ingress."""
-        return _with_lifespan(self._app)
+    def check_health(self) -> None:
+        """See Ray Serve. Raises where nobody listens any more: Ray then starts another ingress."""
+        if self._serving.done():
+            raise RuntimeError("the HTTP server has ended")
 
     async def _ticks(self) -> None:
         while True:
             await asyncio.sleep(_TICK)
             self._models.tick()
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_ticking"):
+            self._server.end()
+            await self._serving
+            self._ticking.cancel()
+            await self._models.close()
+
+
+async def _listening(access: Access) -> socket.socket:
+    """A socket that listens. Raises UserError where another one keeps the port, and not just an ingress that goes."""
+    end = time.monotonic() + _FREE
+    while True:
+        try:
+            return listening(access)
+        except UserError:
+            if time.monotonic() > end:
+                raise
+            await asyncio.sleep(0.1)
 
 
 def build(told: Mapping[str, Any]) -> Application:
@@ -72,9 +98,10 @@ def application(config: ClusterConfig, engine: type[EngineReplica] = EngineRepli
     """The ingress, bound to the engines."""
     engines = serve.deployment(engine, name="engine").options(**engine_options(config))
     bound = engines.bind(config.model, config.stall)
-    ingress = serve.deployment(serve.ingress()(Ingress), name="ingress").options(
+    ingress = serve.deployment(Ingress, name="ingress").options(
         num_replicas=1,
-        max_ongoing_requests=_TEXTS,
+        graceful_shutdown_timeout_s=config.limits.drain + _DRAIN,
+        graceful_shutdown_wait_loop_s=0.1,
         ray_actor_options={"num_cpus": 0, "resources": {_HEAD: 0.001}},
     )
     return ingress.bind(config.model_dump(mode="json"), bound)
@@ -125,29 +152,13 @@ def engine_options(config: ClusterConfig) -> dict[str, Any]:
 def serve_file(config: ClusterConfig) -> dict[str, Any]:
     """What `serve run` and `serve deploy` take, as YAML would say it."""
     return {
-        "proxy_location": "HeadOnly",
-        "http_options": {"host": config.host, "port": config.port},
+        "proxy_location": "Disabled",
         "applications": [
             {
                 "name": "specpress",
-                "route_prefix": "/",
+                "route_prefix": None,
                 "import_path": "runtime.serve.ray_app:build",
                 "args": config.model_dump(mode="json", exclude_unset=True),
             }
         ],
     }
-
-
-def _with_lifespan(app: App) -> App:
-    """The app, which starts and ends with its replica: Ray asks every app for ASGI's lifespan."""
-
-    async def answer(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "lifespan":
-            await app(scope, receive, send)
-            return
-        while (message := await receive())["type"] == "lifespan.startup":
-            await send({"type": "lifespan.startup.complete"})
-        assert message["type"] == "lifespan.shutdown"
-        await send({"type": "lifespan.shutdown.complete"})
-
-    return answer

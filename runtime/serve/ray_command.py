@@ -72,13 +72,12 @@ def run_application(told: "ClusterConfig") -> str:
     Raises UserError where no replica starts.
     """
     from ray import serve
-    from ray.serve.config import HTTPOptions
 
     from runtime.serve.ray_app import application
 
-    serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=told.host, port=told.port))
+    serve.start(proxy_location="Disabled")
     try:
-        serve.run(application(told), name=APPLICATION, route_prefix="/", logging_config={"enable_access_log": False})
+        serve.run(application(told), name=APPLICATION, route_prefix=None, logging_config={"enable_access_log": False})
     except RuntimeError as error:
         raise UserError(
             f"the application does not start ({first_line(error)}): `serve status` and Ray's logs say more"

@@ -1,6 +1,7 @@
 """A replica: an engine in a process of its own, as a server has it, whose texts are asked for by the ingress.
 
-A text is a call that gives events, plain tuples:
+A text is a call through Ray that lasts as long as the text. Its events, plain tuples, go a way of their own: see
+ray_events.
 
     ("taken", replica, fingerprint, counts)   the engine has it
     ("gained", first, tokens, details)        new tokens, of which there were `first` before; details as the engine's
@@ -11,19 +12,18 @@ A text is a call that gives events, plain tuples:
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 from runtime.errors import UserError
 from runtime.serve.errors import ApiError
-from runtime.serve.flight import Bell, Flight
+from runtime.serve.flight import Flight
 from runtime.serve.front import Front
 from runtime.serve.prefixes import MOST_TOLD, PAGE, Kept
+from runtime.serve.ray_events import Event, EventLine, Place
 from runtime.serve.settings import ModelSettings
 
-Event = tuple[Any, ...]
-GAP = 0.02  # seconds between two events of a text: each costs two processes of Ray a wake
 _TICK = 1.0  # seconds
 _PLACES = ("engine_down", "draining")  # codes of errors that are this replica's, not the text's
 
@@ -65,6 +65,7 @@ class EngineReplica:
             raise RuntimeError(f"the engine does not start: {error}") from None
         self._kept = Kept(min(MOST_TOLD, self._front.about["pages"] or MOST_TOLD))
         self._turn = 0
+        self._lines: dict[Place, asyncio.Task[EventLine]] = {}
         self._ticking = asyncio.create_task(self._ticks())
 
     async def about(self) -> dict[str, Any]:
@@ -96,43 +97,37 @@ class EngineReplica:
         tokens: Sequence[int],
         fingerprint: str,
         pages: Sequence[bytes],
-    ) -> AsyncIterator[Event]:
-        """The events of a text, those after `tokens`, which it has already.
+        place: Place,
+        call: int,
+    ) -> None:
+        """Writes a text to its end: what comes after `tokens`, which it has already.
 
         fingerprint  of the engine that began it; empty: nobody has. pages: what the text begins with, see ray_router.
+        place, call  which ingress is told of it, under which number.
+
+        Raises RuntimeError where that ingress cannot be reached, ConnectionError where it goes.
         """
-        if fingerprint and fingerprint != self._front.about["fingerprint"]:
-            yield ("unequal",)
+        line = await self._line(place)
+        about = self._front.about
+        if fingerprint and fingerprint != about["fingerprint"]:
+            await line.tell(call, Other())
             return
-        bell, known = Bell(GAP), len(tokens)
-        flight = self._front.submit(asked, bell, tokens)
+        flight = self._front.submit(asked, line.bell, tokens)
         self._kept.use(pages)
         self._turn += 1
-        details, told = 0, False
         try:
-            while True:
-                await bell.heard()
-                if flight.accepted and not told:
-                    told = True
-                    yield ("taken", self.name, self._front.about["fingerprint"], self._front.counts)
-                if len(flight.tokens) > known or len(flight.details) > details:
-                    fresh, more = flight.tokens[known:], flight.details[details:]
-                    first, known, details = known, known + len(fresh), details + len(more)
-                    yield ("gained", first, fresh, more)
-                    bell.told()
-                if flight.ended:
-                    yield self._end(flight)
-                    return
+            await line.tell(call, Text(flight, self.name, self._front))
         finally:
             self._front.cancel(flight)
 
-    def _end(self, flight: Flight) -> Event:
-        error = flight.error
-        if error is None:
-            return ("ended", flight.finish, len(flight.tokens), flight.figures, self._front.counts)
-        if error.code in _PLACES:
-            return ("gone",)
-        return error_event(error)
+    async def _line(self, place: Place) -> EventLine:
+        """The connection to an ingress; the first text of it makes one, and others that come meanwhile wait for it."""
+        for other, line in list(self._lines.items()):
+            if line.done() and (not _is_there(line) or line.result().closed):
+                del self._lines[other]
+        if place not in self._lines:
+            self._lines[place] = asyncio.create_task(EventLine.to(place))
+        return await asyncio.shield(self._lines[place])
 
     async def _ticks(self) -> None:
         while True:
@@ -145,6 +140,56 @@ class EngineReplica:
             with suppress(asyncio.CancelledError):
                 await self._ticking
             await self._front.close()
+            for line in self._lines.values():
+                if _is_there(line):
+                    await line.result().close()
+
+
+def _is_there(line: asyncio.Task[EventLine]) -> bool:
+    """Whether a connection was made."""
+    return line.done() and not line.cancelled() and line.exception() is None
+
+
+class Text:
+    """A text that this replica writes, as the ingress is told of it. See ray_events.Telling."""
+
+    def __init__(self, flight: Flight, name: str, front: Front) -> None:
+        self._flight, self._name, self._front = flight, name, front
+        self._known, self._details = len(flight.tokens), 0
+        self._taken = self.told = False
+
+    def news(self) -> Iterator[Event]:
+        """See ray_events.Telling."""
+        flight, front = self._flight, self._front
+        if flight.accepted and not self._taken:
+            self._taken = True
+            yield ("taken", self._name, front.about["fingerprint"], front.counts)
+        if len(flight.tokens) > self._known or len(flight.details) > self._details:
+            tokens, details = flight.tokens[self._known :], flight.details[self._details :]
+            yield ("gained", self._known, tokens, details)
+            self._known += len(tokens)
+            self._details += len(details)
+        if flight.ended and not self.told:
+            self.told = True
+            yield self._end()
+
+    def _end(self) -> Event:
+        flight, error = self._flight, self._flight.error
+        if error is None:
+            return ("ended", flight.finish, len(flight.tokens), flight.figures, self._front.counts)
+        return ("gone",) if error.code in _PLACES else error_event(error)
+
+
+class Other:
+    """A text that this replica does not go on with. See ray_events.Telling."""
+
+    told = False
+
+    def news(self) -> Iterator[Event]:
+        """See ray_events.Telling."""
+        if not self.told:
+            self.told = True
+            yield ("unequal",)
 
 
 def error_event(error: ApiError) -> Event:

@@ -8,10 +8,12 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
+import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -22,9 +24,11 @@ from runtime.serve.flight import Bell, Flight, Listener
 from runtime.serve.prefixes import page_digests
 from runtime.serve.ray_config import ClusterConfig
 from runtime.serve.ray_engine import as_error
+from runtime.serve.ray_events import Event, EventServer, Place
 from runtime.serve.settings import ModelSettings
 
 _RETRY = 0.5  # seconds before a text that was begun is offered again, where replicas died or are unequal
+_LATE = 10.0  # seconds between Ray's word that a text has ended and the event that says so
 _NONE = (0, 0, 0, 0)
 _LOG = logging.getLogger("specpress.serve")
 
@@ -35,6 +39,21 @@ class Lost(Exception):  # noqa: N818 (a state, not a mistake)
 
 class Unequal(Exception):  # noqa: N818
     """The replica would go on with other bytes."""
+
+
+@dataclass
+class Call:
+    """One replica's part of a text.
+
+    ended       done with its last event, or with what ends it early: Lost, Unequal or ApiError.
+    limit       of the time until its first event.
+    connection  on which its events come, once there were some.
+    """
+
+    flight: Flight
+    ended: "asyncio.Future[None]"
+    limit: asyncio.Timeout
+    connection: object = None
 
 
 class RayFront:
@@ -59,6 +78,9 @@ class RayFront:
         self._texts: Counter[str] = Counter()
         self._where: dict[int, str] = {}  # flight → replica
         self._writers: dict[int, asyncio.Task[None]] = {}
+        self._calls: dict[int, Call] = {}
+        self._events = EventServer(self._told_of, self._broke)
+        self._place: Place | None = None
         self._next = 0
 
     @property
@@ -87,6 +109,7 @@ class RayFront:
             about = await self._engines.about.remote()
         except (RayError, RayServeException) as error:
             raise UserError(f"no replica starts ({type(error).__name__}): see `serve status`") from None
+        self._place = await self._events.start(ray.util.get_node_ip_address())
         # Of all replicas together: what the admission counts.
         self.about = about | {"max_batch": about["max_batch"] * self._told.replicas.most}
         self.state = "ready"
@@ -126,6 +149,7 @@ class RayFront:
         self.state = "closed"
         for flight in list(self.flights.values()):
             self._fail(flight, unavailable("the server is shutting down", "draining", 5))
+        self._events.close()
 
     # A text.
 
@@ -158,37 +182,71 @@ class RayFront:
 
     async def _ask(self, flight: Flight) -> None:
         """One replica's part of a text. Raises Lost, Unequal and ApiError."""
+        number, self._next = self._next, self._next + 1
         tokens = list(flight.tokens)
         pages = page_digests([*flight.asked["prompt"], *tokens], flight.asked["options"].get("cache_salt") or "")
-        stream = self._engines.options(stream=True).write.remote(
-            flight.asked, tokens=tokens, fingerprint=flight.fingerprint, pages=pages
-        )
         # A text that goes on waits for a replica of its kind, which may never come; a new one waits in the queue.
-        patience = self._told.patience if flight.accepted else None
+        limit = asyncio.timeout(self._told.patience if flight.accepted else None)
+        response = self._engines.write.remote(
+            flight.asked, tokens=tokens, fingerprint=flight.fingerprint, pages=pages, place=self._place, call=number
+        )
+        call = self._calls[number] = Call(flight, asyncio.get_running_loop().create_future(), limit)
+        returned = asyncio.ensure_future(_returned(response))
         try:
-            async for event in _first_within(aiter(stream), patience):
-                if flight.ended:
-                    return
-                self._heard(flight, event)
+            async with limit:
+                await asyncio.wait((call.ended, returned), return_when=asyncio.FIRST_COMPLETED)
+                if not call.ended.done() and returned.exception() is None:
+                    await asyncio.wait((call.ended,), timeout=_LATE)
+            if call.ended.done():
+                call.ended.result()
+            else:
+                raise returned.exception() or Lost("the text ended unheard")
         except TimeoutError:
             self._none_left(flight)
-        except (Lost, Unequal, ApiError):
-            raise
         except DeploymentUnavailableError:
             raise unavailable("no replica can be started", "engine_down", 30) from None
         except RayTaskError as error:
+            if isinstance(error.cause, ConnectionError):
+                raise Lost("its connection broke") from None
             _LOG.error("%s: a replica made a mistake: %s", self.settings.name, error)
             raise failed() from None
         except (RayError, RayServeException) as error:
             raise Lost(type(error).__name__) from None
-        else:
-            if not flight.ended:
-                raise Lost("the stream ended early")
         finally:
-            with suppress(RayError, RayServeException, RuntimeError):
-                stream.cancel()
+            del self._calls[number]
+            returned.add_done_callback(lambda done: done.cancelled() or done.exception())
+            if not (call.ended.done() and call.ended.exception() is None):
+                call.ended.cancel()
+                with suppress(RayError, RayServeException, RuntimeError):
+                    response.cancel()
 
-    def _heard(self, flight: Flight, event: tuple[Any, ...]) -> None:
+    def _told_of(self, connection: object, number: int, event: Event) -> None:
+        """An event has come. What comes of a call that is over is of a text that others go on with, or nobody wants."""
+        call = self._calls.get(number)
+        if call is None or call.ended.done():
+            return
+        if call.connection not in (None, connection):
+            # Ray asks another one where it believes that the first is lost, and both may write.
+            call.ended.set_exception(Lost("two replicas write it"))
+            return
+        call.connection = connection
+        if call.limit.when() is not None and not call.limit.expired():
+            call.limit.reschedule(None)
+        try:
+            self._heard(call.flight, event)
+        except (Lost, Unequal, ApiError) as error:
+            call.ended.set_exception(error)
+        else:
+            if call.flight.ended:
+                call.ended.set_result(None)
+
+    def _broke(self, connection: object) -> None:
+        """A connection is gone: its replica, or the way to it."""
+        for call in self._calls.values():
+            if call.connection is connection and not call.ended.done():
+                call.ended.set_exception(Lost("its connection broke"))
+
+    def _heard(self, flight: Flight, event: Event) -> None:
         now = time.monotonic()
         kind = event[0]
         if kind == "taken":
@@ -272,13 +330,6 @@ class RayFront:
             self.idle.set()
 
 
-async def _first_within(events: AsyncIterator[Any], seconds: float | None) -> AsyncIterator[Any]:
-    """The events. Raises TimeoutError where the first one does not come in time."""
-    try:
-        async with asyncio.timeout(seconds):
-            first = await anext(events)
-    except StopAsyncIteration:
-        return
-    yield first
-    async for event in events:
-        yield event
+async def _returned(response: Any) -> None:
+    """Returns, or raises, as the replica's method did."""
+    await response

@@ -48,10 +48,10 @@ class PrefixRouter(RequestRouter):
             [self._spent.get(id_, 0) for id_ in ids],
             self._balance,
         )
-        if ids and pages:
+        if ids:
             # At once: the next text, which may begin alike, is looked at before this one is on its way.
             best = ids[order[0]]
-            self._spent[best] = self._spent.get(best, 0) + len(pages) - self._of(best).known(pages)
+            self._spent[best] = self._spent.get(best, 0) + max(1, len(pages) - self._of(best).known(pages))
             self._of(best).use(pages)
         return [[fit[place]] for place in order]
 

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from runtime.errors import UserError
 from runtime.serve.app import Service
 from runtime.serve.errors import invalid
-from runtime.serve.guard import Guard
+from runtime.serve.guard import App, Guard
 from runtime.serve.metrics import Registry
 from runtime.serve.models import Models
 from runtime.serve.settings import Access, Limits, ModelSettings, PageSettings
@@ -94,6 +94,10 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Of SIGTERM and SIGINT."""
+        self.end()
+
+    def end(self) -> None:
+        """Takes nothing more on, and ends when all texts have, or after so many seconds; called again: now."""
         if self._service.draining or self._loop is None:
             self.should_exit = self.force_exit = True
             return
@@ -132,6 +136,24 @@ def listening(access: Access) -> socket.socket:
     return end
 
 
+def http_config(app: App) -> uvicorn.Config:
+    """How uvicorn runs an app of ours."""
+    return uvicorn.Config(
+        app,
+        http=Protocol,
+        loop="asyncio",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=1,
+        h11_max_incomplete_event_size=65536,
+    )
+
+
 def run(
     models: Sequence[ModelSettings], access: Access, limits: Limits, template: str | None, page: PageSettings
 ) -> None:
@@ -155,21 +177,7 @@ async def _serve(
     registry = Registry()
     models = Models(registry, limits, template)
     service = Service(models, registry, limits, settings[0], page)
-    config = uvicorn.Config(
-        Guard(service.app(), access),
-        http=Protocol,
-        loop="asyncio",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=1,
-        h11_max_incomplete_event_size=65536,
-    )
-    server = Server(config, service, limits.drain)
+    server = Server(http_config(Guard(service.app(), access)), service, limits.drain)
     # Listening from the start: /health answers and /ready says 503 while the models are loaded.
     loading = asyncio.create_task(_load(models, settings, server))
     ticking = asyncio.create_task(_ticks(models))

@@ -49,6 +49,19 @@ def check(run: Path) -> list[Checked]:
     return [check_section(replace(one, files=tuple(_on_disk(run, file) for file in one.files))) for one in made]
 
 
+def load(run: Path) -> Iterator[str]:
+    """Has each installed engine that can be asked on this machine load the run; what to say of it, engine by engine.
+
+    Raises UserError where one does not load what SERVE.md says that it does.
+    """
+    for section in sections(read(run)):
+        engine = module(section.engine)
+        if hasattr(engine, "load") and not isinstance(_own(engine), Exception):
+            line = engine.load(run)
+            if line is not None:
+                yield line
+
+
 def check_section(section: Section) -> Checked:
     engine = module(section.engine)
     used = dict.fromkeys(_uses(section, engine.TABLES))
@@ -88,17 +101,25 @@ def _known(engine: ModuleType) -> tuple[Mapping[str, frozenset[str]], str]:
     recorded = documented(engine.KEY)
     tables = dict(recorded.tables) | (engine.tables() if hasattr(engine, "tables") else {})
     by_table = f"documented keys of {engine.TITLE} {recorded.version}"
-    try:
-        own = engine.installed()
-    except Exception as error:  # engines ask for GPUs, programs and much else when they are looked at
-        missing = isinstance(error, ImportError)
+    own = _own(engine)
+    if isinstance(own, Exception):
+        error, missing = own, isinstance(own, ImportError)
         if missing and find_spec(engine.PACKAGE) is None:
             return tables, f"{by_table}; {engine.PACKAGE} is not installed"
         how = "imported" if missing else "asked"
         return tables, f"{by_table}; {engine.PACKAGE} is installed and cannot be {how}: {_short(error)}"
     rest = sorted(set(tables) - set(own))
     also = f"; {', '.join(rest)}: {by_table}" if rest else ""
-    return tables | own, f"asked the installed {engine.TITLE} itself{also}"
+    return tables | dict(own), f"asked the installed {engine.TITLE} itself{also}"
+
+
+def _own(engine: ModuleType) -> Mapping[str, frozenset[str]] | Exception:
+    """What the installed engine accepts, or why it cannot be asked."""
+    try:
+        found: Mapping[str, frozenset[str]] = engine.installed()
+    except Exception as error:  # engines ask for GPUs, programs and much else when they are looked at
+        return error
+    return found
 
 
 def _short(error: Exception) -> str:

@@ -1,13 +1,22 @@
 """vLLM: `vllm serve`, on GPUs and, for some formats, on CPUs."""
 
+import json
+import os
+import subprocess
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+from compress.errors import UserError
 from compress.export import told
 from compress.export.serve import target
 from compress.export.serve.parts import HOST, Command, Section, compact
-from compress.export.serve.run_facts import Facts
+from compress.export.serve.run_facts import Facts, read
 
 KEY, TITLE, PACKAGE = "vllm", "vLLM", "vllm"
+_LONGEST = 600  # seconds that it may take to load a model
 PORT, PREFILL_PORT, DECODE_PORT = 8000, 8100, 8200
 ACCEPTED = frozenset({None, "compressed-tensors", "gptq", "awq"})
 # Forms with the same codes, the one that keeps zero points and activation order in every kernel first.
@@ -109,10 +118,9 @@ def installed() -> dict[str, frozenset[str]]:
     from vllm.config import speculative as module
     from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
-    try:
-        from vllm.entrypoints.common.cli_args import make_arg_parser
-    except ImportError:  # until 0.2x
-        from vllm.entrypoints.openai.cli_args import make_arg_parser
+    # Where its parser is from 0.33 on, in 0.32, and before that.
+    places = [f"vllm.entrypoints.{room}.cli_args" for room in ("common", "launchers", "openai")]
+    make_arg_parser = next(import_module(one) for one in places if _is_there(one)).make_arg_parser
     try:
         from vllm.utils.argparse_utils import FlexibleArgumentParser
     except ImportError:
@@ -125,3 +133,37 @@ def installed() -> dict[str, frozenset[str]]:
     found["flags"] = frozenset(parser._option_string_actions)
     found["method"] = frozenset(get_args(module.SpeculativeMethod))
     return found
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # not even the package around it
+        return False
+
+
+def load(run: Path) -> str | None:
+    """How the installed vLLM loads what a run has for it, in a process of its own; None where it reads no form of it.
+
+    Raises UserError where it does not load it.
+    """
+    found = source(read(run))
+    if found is None:
+        return None
+    # What a text of 64 tokens needs of a CPU's memory; otherwise vLLM takes half of it. GPUs do not look at it.
+    small = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    command = [sys.executable, "-m", "compress.export.serve.vllm_load", str(run / found.path)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", env={**os.environ, **small}, timeout=_LONGEST
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"vLLM: expected that it loads {found.path} within {_LONGEST} s, found that it does not"
+        ) from None
+    told = [line for line in done.stdout.splitlines() if line.startswith('{"build"')]
+    if done.returncode or not told:
+        said = [line.strip() for line in done.stderr.splitlines() if "Error" in line] or ["it says nothing"]
+        raise UserError(f"vLLM: expected that it loads {found.path}, found {said[-1][:200]}")
+    loaded = json.loads(told[-1])
+    return f"vLLM: {found.path} is loaded by {loaded['build']}, which wrote {loaded['tokens']} tokens with it"

@@ -1,13 +1,15 @@
 """The capacity plan: what queueing theory says of simple fleets, routing, and the command's mistakes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from runtime.bench.__main__ import app
-from runtime.bench.fleet import Figures, Fleet, Load, simulate
+from runtime.bench.fleet import Cost, Figures, Fleet, Load, simulate
+from runtime.bench.fleet_cores import Clock
 
 
 def test_one_server_waits_as_theory_says() -> None:
@@ -36,10 +38,46 @@ def test_rounds_cost_what_was_measured() -> None:
 def test_more_replicas_help_unless_they_share_a_core() -> None:
     figures, load = Figures(0.0, 0.0002, ((1, 0.01), (8, 0.02))), Load(8.0, 400, 512, 32)
     one, two = (simulate(figures, Fleet(count), load) for count in (1, 2))
-    shared = simulate(figures, Fleet(2, at_once=1), load)
+    shared = simulate(figures, Fleet(2, cores=1), load)
     assert two.latency_ms["p90"] < 0.9 * one.latency_ms["p90"]
     assert shared.latency_ms["p90"] > 1.2 * two.latency_ms["p90"]
     assert simulate(figures, Fleet(2), load) == two != simulate(figures, Fleet(2), Load(8.0, 400, 512, 32, seed=1))
+
+
+def test_threads_share_cores_by_how_many_have_work() -> None:
+    """Processor sharing, by hand: three threads on two cores, the third of which begins when the first has ended."""
+    clock, ends = Clock(2), dict[str, float]()
+    for name, seconds in (("a", 2.0), ("b", 4.0), ("c", 6.0)):
+        clock.work(name, seconds, lambda now, name=name: ends.setdefault(name, now))  # type: ignore[misc]
+    clock.work("a", 1.0, lambda now: ends.setdefault("then", now))
+    clock.run()
+    # All three at 2/3 until 4.5, where a has done 3 and b 3; b and c at full speed from there.
+    assert ends == pytest.approx({"a": 3.0, "then": 4.5, "b": 5.5, "c": 7.5})
+    alone = Clock()
+    for name in "abc":
+        alone.work(name, 2.0, lambda now, name=name: ends.update({name: now}))  # type: ignore[misc]
+    alone.run()
+    assert [ends[name] for name in "abc"] == [2.0, 2.0, 2.0]
+
+
+def test_all_requests_and_news_go_through_one_ingress() -> None:
+    """More replicas do not help where the ingress is full: M/D/1 again, its service that of a request and its news."""
+    figures = Figures(0.0, 1e-6, ((1, 1e-4),), ingress=Cost(0.004, 0.001, 0.001))
+    load = Load(100.0, 15_000, 20, 1)
+    waits = [simulate(figures, Fleet(count), load).latency_ms["mean"] for count in (4, 8)]
+    share, service = 100.0 * 0.006, 0.006
+    # The two pieces of a text's work are served in turns with others', so the mean wait is near that of one piece.
+    assert waits[0] == pytest.approx(waits[1], rel=0.05)
+    assert waits[0] > 1e3 * (service + 0.5 * share * service / (2 * (1 - share)))
+    free = simulate(Figures(0.0, 1e-6, ((1, 1e-4),)), Fleet(4), load).latency_ms["mean"]
+    assert free < 1
+    beside = Figures(0.0, 1e-6, ((1, 1e-4),), others=Cost(0.004, 0.001, 0.001))
+    apart, together = (simulate(beside, Fleet(4, cores=cores), load).latency_ms["mean"] for cores in (None, 1.0))
+    assert apart < 1 and together > 6
+    # A cost that comes after the end delays the others alone.
+    rare, late = Load(0.1, 50, 20, 1), replace(figures, early=0.0)
+    assert simulate(late, Fleet(1), rare).latency_ms["p50"] < 0.4 * simulate(figures, Fleet(1), rare).latency_ms["p50"]
+    assert simulate(late, Fleet(1), load).latency_ms["p50"] > 1.5 * simulate(late, Fleet(1), rare).latency_ms["p50"]
 
 
 def test_routing_by_prefix_reads_less_again() -> None:

@@ -1,5 +1,6 @@
 """The simulation against a cluster on this machine: 1, 2 and 3 replicas at three rates each. Wants a quiet machine."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
@@ -37,7 +38,7 @@ def _per_second(address: str, texts: int) -> float:
 def test_the_simulation_is_near_what_a_cluster_does(three: Nodes, tmp_path: Path) -> None:
     from compress.model.source import default_pair
 
-    figures, alone, lines, worst = Figures(0.0, 0.0, ((1, 0.0),)), 0.0, [], 0.0
+    figures, lines, worst = Figures(0.0, 0.0, ((1, 0.0),)), [], 0.0
     for count in (1, 2, 3):
         replicas = Replicas(least=count, most=count, cpus=0, resources={"engine": 1})
         told = ClusterConfig(
@@ -46,14 +47,14 @@ def test_the_simulation_is_near_what_a_cluster_does(three: Nodes, tmp_path: Path
         )  # fmt: skip
         server = three.server(told, tmp_path / "log")
         if count == 1:
-            figures = measure(server.address, (1, 2, 4, 8), TOKENS)
-            alone = _per_second(server.address, BATCH)
+            figures = measure(server.address, (1, 2, 4, 8), TOKENS, shared=True)
+            lines.append(str(figures))
         able = _per_second(server.address, count * BATCH)
         for share in SHARES:
             rate, seed = share * able, int(100 * share)
             load = Load(rate, REQUESTS, PROMPT, TOKENS, 64, 3, seed)
             real = checked(server.address, load)
-            fleet = Fleet(count, BATCH, 300, at_once=min(count, max(0.5, able / alone)))
+            fleet = Fleet(count, BATCH, 300, cores=os.cpu_count())
             found = simulate(figures, fleet, load).latency_ms
             for name in ("p50", "p90"):
                 worst = max(worst, abs(found[name] / real[name] - 1))

@@ -2,6 +2,9 @@
 
 import json
 import random
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -17,6 +20,7 @@ import pytest
 
 pytest.importorskip("ray")
 
+from runtime.serve.ray_command import remove_application
 from runtime.serve.ray_config import ClusterConfig, Replicas, Routing
 from tests.ray_cluster import Nodes, nodes
 from tests.serving import Running, running
@@ -160,3 +164,47 @@ def _until(holds: Any) -> None:
     while not holds():
         assert time.monotonic() < end, _counts()
         time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_serve_run_takes_the_file_that_cluster_writes(two: Nodes, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Ray's own command in a process of its own, from the file to an answer and to its end."""
+    import yaml
+
+    told = {"target": str(pair[0]), "name": "pair", "port": two.port, "threads": 1, "drafter": "none", "pages": 100}
+    told |= {"replicas": {"cpus": 0, "resources": {"engine": 1}}}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(told))
+    bin_ = Path(sys.executable).parent
+    file = subprocess.run(
+        [sys.executable, "-m", "specpress", "cluster", "file", str(tmp_path / "cluster.yaml")],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    (tmp_path / "serve.yaml").write_text(file.stdout)
+    remove_application()
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [str(bin_ / "serve"), "run", "--address", two.cluster.address, str(tmp_path / "serve.yaml")],
+            stdout=log, stderr=log, text=True,
+        )  # fmt: skip
+    try:
+        server = Running(process, two.port, tmp_path / "log")
+        server.wait_ready()
+        answer = server.post("/v1/completions", prompt="import", max_tokens=5, temperature=0, ignore_eos=True)
+        assert answer["usage"]["completion_tokens"] == 5
+        assert len(server.engine()["replicas"]) == 1
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+    _until_gone(server)
+
+
+def _until_gone(server: Running) -> None:
+    """Until nobody answers there any more."""
+    end = time.monotonic() + WAIT
+    while time.monotonic() < end:
+        try:
+            server.ask("GET", "/health")
+        except OSError:
+            return
+        time.sleep(0.1)
+    raise AssertionError("the ingress still answers")

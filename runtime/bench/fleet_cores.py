@@ -1,0 +1,76 @@
+"""Threads in simulated time: each does its work in order, and those that have some share a machine's cores."""
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+Then = Callable[[float], None]  # is called with the time
+
+
+@dataclass
+class _Thread:
+    """One thread: what it does now, in seconds at full speed, and what waits for it."""
+
+    left: float = 0.0
+    then: Then | None = None
+    waiting: deque[tuple[float, Then]] = field(default_factory=deque)
+
+
+@dataclass
+class Clock:
+    """Simulated time.
+
+    cores  that all threads share (processor sharing: each of n that have work runs at min(1, cores / n)); None: each
+           has one for itself.
+    """
+
+    cores: float | None = None
+    now: float = 0.0
+    _threads: dict[Hashable, _Thread] = field(default_factory=dict)
+    _busy: dict[Hashable, _Thread] = field(default_factory=dict)
+    _events: list[tuple[float, int, Then]] = field(default_factory=list)
+    _count: int = 0
+
+    def at(self, time: float, then: Then) -> None:
+        """Calls `then` at this time; of equal ones in the order in which they were asked for."""
+        self._count += 1
+        heapq.heappush(self._events, (time, self._count, then))
+
+    def work(self, thread: Hashable, seconds: float, then: Then) -> None:
+        """The thread does so much after what it has to do, and then calls `then`."""
+        one = self._threads.setdefault(thread, _Thread())
+        if one.then is None:
+            one.left, one.then = seconds, then
+            self._busy[thread] = one
+        else:
+            one.waiting.append((seconds, then))
+
+    def is_busy(self, thread: Hashable) -> bool:
+        """Whether the thread has work."""
+        return thread in self._busy
+
+    def run(self) -> None:
+        """Until nothing is left to do."""
+        while self._events or self._busy:
+            event = self._events[0][0] if self._events else math.inf
+            speed = 1.0 if self.cores is None else min(1.0, self.cores / max(1, len(self._busy)))
+            first = min(self._busy, key=lambda thread: self._busy[thread].left, default=None)
+            end = math.inf if first is None else self.now + self._busy[first].left / speed
+            now = min(event, end)
+            for one in self._busy.values():
+                one.left = max(0.0, one.left - (now - self.now) * speed)
+            self.now = now
+            if event <= end:
+                heapq.heappop(self._events)[2](now)
+                continue
+            assert first is not None
+            done = self._busy[first]
+            then, done.then = done.then, None
+            if done.waiting:
+                done.left, done.then = done.waiting.popleft()
+            else:
+                del self._busy[first]
+            assert then is not None
+            then(now)
