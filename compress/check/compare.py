@@ -194,3 +194,10 @@ def spread_of(factors: Tensor) -> float:
     cut = len(logs) // 20
     logs = logs[cut : len(logs) - cut]
     return float(logs.std()) if logs.numel() > 1 else 0.0
+
+
+def far_from_one(factors: Tensor) -> float:
+    """How far factors are from 1: how much they differ, or what they have in common."""
+    positive = factors[factors > _LEAST]
+    common = abs(float(positive.median().log())) if positive.numel() else 0.0
+    return max(spread_of(factors), common)

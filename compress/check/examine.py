@@ -1,13 +1,13 @@
 """Every weight of the checked model, one at a time: what is in it, and how far it is from the original's."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from compress.check import causes
 from compress.check.causes import Cause
-from compress.check.compare import Distance, Scaling, Sight, distance, find_scaling, look, sketch_of, spread_of
+from compress.check.compare import Distance, Scaling, Sight, distance, far_from_one, find_scaling, look, sketch_of
 from compress.check.findings import Finding, Weight
 from compress.check.layers import Sizes, Stored, by_weight, is_packed, kind_of, read, rows_of, sizes
 from compress.check.opening import Opened
@@ -20,9 +20,11 @@ from runtime.formats.packed import PackedWeight
 PLAIN = 0.01
 # From here on a packed weight's error, over that of rounding to nearest, is worth a look at what could be the cause.
 _LOOK = 1.12
-# And from here on at more than a few rows, and at what scaling explains.
+# And from here on at more than a few rows, and at what scaling explains. Where norms are not the original's a method
+# has put factors into them (AWQ, SmoothQuant), and all weights are looked at for those that undo them.
 _FAR = 1.7
-# Fits by scaling: how far the factors have to differ to be a method's, and how much nearer they have to bring it.
+# Fits by scaling: how far the factors have to be from 1 to be a method's, and how much nearer they have to bring it;
+# beside changed norms as near as rounding is.
 _VARIED, _NEARER = 0.03, 0.7
 _MOST_SCALED = 1 << 27
 
@@ -55,6 +57,7 @@ def examine(
 ) -> Iterator[Examined]:
     """The weights in the order of their names; what cannot be read becomes a finding."""
     weights = by_weight(opened.tensors)
+    scaled = originals is not None and _has_other_norms(opened, originals, weights)
     for number, (name, stored) in enumerate(weights.items()):
         progress("check", number, len(weights))
         if name.endswith((".rotary_emb.inv_freq", ".attn.bias", ".masked_bias")):
@@ -68,10 +71,27 @@ def examine(
             continue
         if isinstance(weight, Tensor) and not weight.is_floating_point():
             continue
-        found = _one(opened, originals, name, weight, sizes(opened, name, stored, weight), findings)
+        found = _one(opened, originals, name, weight, sizes(opened, name, stored, weight), findings, scaled)
         if found is not None:
             yield found
     progress("check", len(weights), len(weights))
+
+
+def _has_other_norms(opened: Opened, originals: Originals, weights: Mapping[str, tuple[str, ...]]) -> bool:
+    """Whether the norm of a block differs from the original's by more than rounding."""
+    for name, stored in weights.items():
+        if is_packed(stored) or kind_of(name) == "" or "norm" not in name.rpartition(".")[0].rpartition(".")[2]:
+            continue
+        try:
+            ours = read(opened, name)
+        except UserError:
+            continue
+        real = originals.get(name)
+        if isinstance(ours, Tensor) and ours.ndim == 1 and real is not None and real.shape == ours.shape:
+            off = float((ours.float() - real.float()).norm() / real.float().norm().clamp_min(1e-30))
+            if off > PLAIN / 2:
+                return True
+    return False
 
 
 def _damaged(name: str, says: str, shown: str) -> Finding:
@@ -89,6 +109,7 @@ def _one(
     weight: Stored,
     size: Sizes,
     findings: list[Finding],
+    scaled: bool,
 ) -> Examined | None:
     if 0 in size.shape:
         findings.append(Finding(level="broken", kind="shape", where=name, says=f"has no values: shape {size.shape}"))
@@ -109,7 +130,7 @@ def _one(
         return Examined(row, sight, scale=scale if _is_small(scale) else None)
     if tuple(real.shape) != tuple(size.shape):
         real = real.reshape(size.shape)
-    found, scaling, cause = _nearest_reading(weight, real)
+    found, scaling, cause = _nearest_reading(weight, real, scaled)
     row = row.model_copy(
         update={
             "error": found.error,
@@ -149,23 +170,27 @@ def _comparable(weight: Stored, real: Tensor) -> bool:
     return tuple(s for s in ours if s != 1) == tuple(s for s in real.shape if s != 1)
 
 
-def _nearest_reading(weight: Stored, real: Tensor) -> tuple[Distance, Scaling | None, Cause | None]:
-    """The distance; with a scaling where one explains most of it, and with a cause where another reading does."""
+def _nearest_reading(weight: Stored, real: Tensor, is_scaled: bool) -> tuple[Distance, Scaling | None, Cause | None]:
+    """The distance; with a scaling where one explains most of it, and with a cause where another reading does.
+
+    is_scaled  whether factors are expected, as norms have changed.
+    """
     found = distance(weight, real)
-    if not is_off(found.error, found.nearest, _LOOK):
+    looked = is_scaled and isinstance(weight, PackedWeight)
+    if not looked and not is_off(found.error, found.nearest, _LOOK):
         return found, None, None
     n, k = rows_of(weight)
     cause = causes.find_cause(weight, real, found) if n > 1 or isinstance(weight, PackedWeight) else None
     if cause is not None and cause.kind != "scales":
         return found, None, cause
-    if n == 1 or n * k > _MOST_SCALED or not is_off(found.error, found.nearest, _FAR):
+    if n == 1 or n * k > _MOST_SCALED or not (looked or is_off(found.error, found.nearest, _FAR)):
         return found, None, cause
     scaling = find_scaling(weight, real)
-    varied = [spread_of(scaling.rows), spread_of(scaling.columns)]
-    if max(varied) < _VARIED:
+    if max(far_from_one(scaling.rows), far_from_one(scaling.columns)) < (_VARIED / 3 if looked else _VARIED):
         return found, None, cause
     scaled = distance(weight, real, scaling)
-    if scaled.error > _NEARER * min(found.error, found.error if cause is None else cause.error):
+    whole = looked and not is_off(scaled.error, scaled.nearest, _LOOK)
+    if not whole and scaled.error > _NEARER * min(found.error, found.error if cause is None else cause.error):
         return found, None, cause
     inner = None
     if is_off(scaled.error, scaled.nearest, 1.5):
