@@ -96,7 +96,7 @@ class HashDecoder:
     caches: list[ListCache] = field(default_factory=list)
     widths: list[int] = field(default_factory=list)
 
-    def new_cache(self, kind: str = "float32", pages: int | None = None) -> ListCache:
+    def new_cache(self, kind: str = "float32", pages: int | None = None, states: str = "float32") -> ListCache:
         self.caches.append(ListCache(self.broken))
         return self.caches[-1]
 
