@@ -212,7 +212,7 @@ def test_where_states_lie(made: Made, device: str, monkeypatch: pytest.MonkeyPat
     own.forward(words(7), rows, cache, integers([4, 5, 6]))
     kept = cache.states(request)
     assert kept is not None
-    address, held, floats = kept.pointers
+    address, held, floats, _ = kept.pointers
     walk = given[0].walk
     assert held == 3 and walk.spans[:3].tolist() == [[0, 7], [7, 1], [0, 0]]
     assert walk.addresses[:, 0].tolist() == [0, *[CARRIED] * 6, 0]
