@@ -1,4 +1,4 @@
-"""An OpenVINO export with compressed weights: `python -m makers.openvino_model CHECKPOINT OUT int4|int8`.
+"""An OpenVINO export: `python -m makers.openvino_model CHECKPOINT OUT int4|int8|float16`.
 
 The tokenizer, where the checkpoint has one, comes along as OpenVINO runs it: a pipeline wants it, even where token ids
 go in and come out.
@@ -9,12 +9,14 @@ from pathlib import Path
 
 
 def make(checkpoint: Path, out: Path, scheme: str) -> None:
-    """int8: the exporter's default. int4: symmetric, groups of 128, every layer; the head and the table stay int8."""
+    """int8: the exporter's default. int4: symmetric, groups of 128, every layer; the head and the table stay int8.
+    float16: nothing is compressed."""
     from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
 
     config = {
         "int8": OVWeightQuantizationConfig(bits=8),
         "int4": OVWeightQuantizationConfig(bits=4, sym=True, group_size=128, ratio=1.0),
+        "float16": None,
     }[scheme]
     model = OVModelForCausalLM.from_pretrained(checkpoint, export=True, compile=False, quantization_config=config)
     model.save_pretrained(out)
