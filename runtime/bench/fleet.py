@@ -19,6 +19,8 @@ from runtime.engine.schedule import MIXED_ROWS, PREFILL_ROWS
 from runtime.serve.prefixes import PAGE, Kept, ranked
 from runtime.serve.worker import GAP
 
+_WAITING = 0.3  # share of the work beside the engines that waits for memory: it is Python's
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -43,6 +45,9 @@ class Figures:
     ingress   of the process that speaks HTTP; others: of the client, a replica's own server and Ray, which count where
               all share a machine.
     early     share of a request's cost that is spent before its first token; the rest, when its text has ended.
+    held      that a request keeps its replica's other texts waiting, beyond what its rows take.
+    crowd     how many times longer rounds take where 1, 2, … replicas on one machine run them at once, beyond what
+              sharing its cores costs: they share its memory and caches, too.
     """
 
     overhead: float
@@ -51,6 +56,8 @@ class Figures:
     ingress: Cost = Cost()
     others: Cost = Cost()
     early: float = 1.0
+    held: float = 0.0
+    crowd: tuple[float, ...] = (1.0,)
 
     def round(self, decoding: int, rows: int) -> float:
         """Seconds of a round of so many texts that decode, and so many rows of prompts."""
@@ -162,7 +169,7 @@ class _Run:
 
     def __init__(self, figures: Figures, fleet: Fleet, new_tokens: int) -> None:
         self._figures, self._fleet, self._new_tokens = figures, fleet, new_tokens
-        self.clock = Clock(fleet.cores)
+        self.clock = Clock(fleet.cores, figures.crowd)
         self.replicas = [_Replica(place, Kept(fleet.pages), read=Kept(fleet.pages)) for place in range(fleet.replicas)]
         self.done: list[_Text] = []
         self.reused = 0
@@ -172,7 +179,7 @@ class _Run:
         figures, clock = self._figures, self.clock
 
         def arrive(_: float) -> None:
-            clock.work("ingress", figures.early * figures.ingress.request, route)
+            clock.work("ingress", figures.early * figures.ingress.request, route, _WAITING)
 
         def route(_: float) -> None:
             one = _route(self.replicas, text.pages, self._fleet, number)
@@ -190,7 +197,7 @@ class _Run:
         if self._fleet.cores is None or not seconds:
             then(self.clock.now)
         else:
-            self.clock.work(("beside", one.place), seconds, then)
+            self.clock.work(("beside", one.place), seconds, then, _WAITING)
 
     def _clear_away(self, one: _Replica) -> None:
         """What is left to do for a request whose text has ended."""
@@ -204,7 +211,9 @@ class _Run:
         figures, thread = self._figures, ("engine", one.place)
         if self.clock.is_busy(thread):
             return
+        held, others = 0.0, bool(one.running)
         while one.waiting and len(one.running) < self._fleet.max_batch:
+            held += figures.held if others else 0.0
             text = one.waiting.popleft()
             known = one.read.known(text.pages) * PAGE
             self.reused += known
@@ -221,7 +230,10 @@ class _Run:
             self._gain(one, decoding, pieces)
             self._round(one)
 
-        self.clock.work(thread, figures.round(len(decoding), sum(rows for _, rows in pieces)), ended)
+        seconds = held + figures.round(len(decoding), sum(rows for _, rows in pieces))
+        # Rows of prompts compute; the texts' tokens wait for the weights.
+        memory = figures.round(len(decoding), 0) / seconds if decoding and seconds else 0.0
+        self.clock.work(thread, seconds, ended, memory, crowds=True)
 
     def _gain(self, one: _Replica, decoding: list[_Text], pieces: Sequence[tuple[_Text, int]]) -> None:
         """What a round gave: a token for each text that decodes, and for each whose prompt has been read."""
@@ -257,7 +269,7 @@ class _Run:
             self._tell(one)
 
         def passed(_: float) -> None:
-            self.clock.work("ingress", self._figures.ingress.news(len(news)), heard)
+            self.clock.work("ingress", self._figures.ingress.news(len(news)), heard, _WAITING)
 
         self._beside(one, self._figures.others.news(len(news)), passed)
 

@@ -31,6 +31,13 @@ class FleetOptions:
             help="Address of an idle server or one-replica cluster to measure, such as http://127.0.0.1:8000."
         ),
     ] = None
+    together: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of an idle cluster of the first number of replicas, all on this machine of --cores: what they"
+            " cost each other is measured, too, and goes into the file."
+        ),
+    ] = None
     check: Annotated[
         str | None,
         typer.Option(help="Address of a cluster with the first number of replicas: asked for the same, and timed."),
@@ -71,7 +78,7 @@ def fleet(options: FleetOptions) -> None:
         raise UserError(
             f"--shared: {options.shared} of {options.prompt} tokens leave none of a prompt's own; share fewer"
         )
-    figures = _figures(options)
+    figures = _figures(options, counts[0])
     one = Fleet(1, options.max_batch, options.pages, not options.any_replica, cores=options.cores, price=options.price)
     asked = Load(
         1.0, options.requests, options.prompt, options.new_tokens, options.shared, options.prefixes, options.seed
@@ -96,39 +103,55 @@ def fleet(options: FleetOptions) -> None:
         write(options.json_file, {"figures": _plain(figures), "result": rows})
 
 
-def _figures(options: FleetOptions) -> "Figures":
-    """The file's, measured first where that is asked for. Raises UserError for a file that is none."""
-    from runtime.bench.fleet import Cost, Figures
+def _figures(options: FleetOptions, replicas: int) -> "Figures":
+    """The file's; what is asked for is measured and written first. Raises UserError for a file that is none."""
     from runtime.bench.output import write
 
-    if options.measure is not None:
+    if options.together is not None and options.cores is None:
+        raise UserError("--together: of how many cores is the machine? Give --cores, too")
+    if options.measure is None:
+        found = _read(options.figures)
+    else:
         from runtime.bench.fleet_measure import measure
 
         batches = [one for one in _BATCHES if one <= options.max_batch]
         found = measure(options.measure, batches, options.new_tokens, shared=options.cores is not None)
         write(options.figures, _plain(found))
-        return found
+    if options.together is not None and options.cores is not None:
+        from runtime.bench.fleet_measure import crowding
+
+        found = replace(found, crowd=crowding(options.together, replicas, options.cores, options.new_tokens))
+        write(options.figures, _plain(found))
+    return found
+
+
+def _read(file: Path) -> "Figures":
+    """A file's figures. Raises UserError for a file that is none."""
+    from runtime.bench.fleet import Cost, Figures
+
     try:
-        told = json.loads(options.figures.read_text(encoding="utf-8"))
+        told = json.loads(file.read_text(encoding="utf-8"))
         rounds = tuple((int(texts), float(seconds)) for texts, seconds in told["rounds"])
         ingress, others = costs = [
             Cost(**{key: float(value) for key, value in told.get(one, {}).items()}) for one in _COSTS
         ]
-        early = float(told.get("early", 1.0))
-        figures = Figures(float(told["overhead"]), float(told["prompt"]), rounds, ingress, others, early)
+        early, held = float(told.get("early", 1.0)), float(told.get("held", 0.0))
+        crowd = tuple(float(one) for one in told.get("crowd", [1.0]))
+        figures = Figures(float(told["overhead"]), float(told["prompt"]), rounds, ingress, others, early, held, crowd)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"--figures: {options.figures} cannot be read ({type(error).__name__}): write it with --measure ADDRESS"
+            f"--figures: {file} cannot be read ({type(error).__name__}): write it with --measure ADDRESS"
         ) from None
     spent = [value for cost in costs for value in (cost.request, cost.message, cost.token)]
-    values = [figures.overhead, figures.prompt, *(seconds for _, seconds in rounds), *spent]
-    if not rounds or min(values) < 0 or not 0 <= early <= 1 or list(rounds) != sorted(set(rounds)) or rounds[0][0] < 1:
-        raise UserError(f"--figures: {options.figures}: expected seconds, and rounds of rising numbers of texts")
+    values = [figures.overhead, figures.prompt, held, *(seconds for _, seconds in rounds), *spent]
+    rising = bool(rounds) and list(rounds) == sorted(set(rounds)) and rounds[0][0] >= 1
+    if not rising or min(values) < 0 or not 0 <= early <= 1 or not crowd or min(crowd) < 1:
+        raise UserError(f"--figures: {file}: expected seconds, and rounds of rising numbers of texts")
     return figures
 
 
 def _plain(figures: "Figures") -> dict[str, Any]:
-    return {**asdict(figures), "rounds": [list(one) for one in figures.rounds]}
+    return {**asdict(figures), "rounds": [list(one) for one in figures.rounds], "crowd": list(figures.crowd)}
 
 
 def _rates(text: str) -> list[float]:

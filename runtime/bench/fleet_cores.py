@@ -3,7 +3,7 @@
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 Then = Callable[[float], None]  # is called with the time
@@ -11,11 +11,13 @@ Then = Callable[[float], None]  # is called with the time
 
 @dataclass
 class _Thread:
-    """One thread: what it does now, in seconds at full speed, and what waits for it."""
+    """One thread: what it does now, in seconds at full speed, and what waits for it; see Clock.work."""
 
     left: float = 0.0
     then: Then | None = None
-    waiting: deque[tuple[float, Then]] = field(default_factory=deque)
+    memory: float = 0.0
+    crowds: bool = False
+    waiting: deque[tuple[float, Then, float, bool]] = field(default_factory=deque)
 
 
 @dataclass
@@ -24,9 +26,12 @@ class Clock:
 
     cores  that all threads share (processor sharing: each of n that have work runs at min(1, cores / n)); None: each
            has one for itself.
+    crowd  how many times longer work that waits for memory takes with 0, 1, 2, … threads beside that crowd it; the last
+           is that of more, too.
     """
 
     cores: float | None = None
+    crowd: Sequence[float] = (1.0,)
     now: float = 0.0
     _threads: dict[Hashable, _Thread] = field(default_factory=dict)
     _busy: dict[Hashable, _Thread] = field(default_factory=dict)
@@ -38,14 +43,17 @@ class Clock:
         self._count += 1
         heapq.heappush(self._events, (time, self._count, then))
 
-    def work(self, thread: Hashable, seconds: float, then: Then) -> None:
-        """The thread does so much after what it has to do, and then calls `then`."""
-        one = self._threads.setdefault(thread, _Thread())
+    def work(self, thread: Hashable, seconds: float, then: Then, memory: float = 0.0, *, crowds: bool = False) -> None:
+        """The thread does so much after what it has to do, and then calls `then`.
+
+        memory  share of the work that waits for memory and caches, and so for others that crowd them.
+        """
+        one, asked = self._threads.setdefault(thread, _Thread()), (seconds, then, memory, crowds)
         if one.then is None:
-            one.left, one.then = seconds, then
+            one.left, one.then, one.memory, one.crowds = asked
             self._busy[thread] = one
         else:
-            one.waiting.append((seconds, then))
+            one.waiting.append(asked)
 
     def is_busy(self, thread: Hashable) -> bool:
         """Whether the thread has work."""
@@ -55,12 +63,13 @@ class Clock:
         """Until nothing is left to do."""
         while self._events or self._busy:
             event = self._events[0][0] if self._events else math.inf
-            speed = 1.0 if self.cores is None else min(1.0, self.cores / max(1, len(self._busy)))
-            first = min(self._busy, key=lambda thread: self._busy[thread].left, default=None)
-            end = math.inf if first is None else self.now + self._busy[first].left / speed
+            speeds = self._speeds()
+            ends = {thread: self.now + one.left / speeds[thread] for thread, one in self._busy.items()}
+            first = min(ends, key=ends.__getitem__, default=None)
+            end = math.inf if first is None else ends[first]
             now = min(event, end)
-            for one in self._busy.values():
-                one.left = max(0.0, one.left - (now - self.now) * speed)
+            for thread, one in self._busy.items():
+                one.left = max(0.0, one.left - (now - self.now) * speeds[thread])
             self.now = now
             if event <= end:
                 heapq.heappop(self._events)[2](now)
@@ -69,8 +78,19 @@ class Clock:
             done = self._busy[first]
             then, done.then = done.then, None
             if done.waiting:
-                done.left, done.then = done.waiting.popleft()
+                done.left, done.then, done.memory, done.crowds = done.waiting.popleft()
             else:
                 del self._busy[first]
             assert then is not None
             then(now)
+
+    def _speeds(self) -> dict[Hashable, float]:
+        """Of each thread that has work, over what it does alone."""
+        share = 1.0 if self.cores is None else min(1.0, self.cores / max(1, len(self._busy)))
+        crowding = sum(one.crowds for one in self._busy.values()) if self.cores is not None else 0
+        speeds = {}
+        for thread, one in self._busy.items():
+            beside = min(crowding - one.crowds, len(self.crowd) - 1)
+            slower = self.crowd[beside] if beside > 0 else 1.0
+            speeds[thread] = share / (1 + one.memory * (slower - 1))
+        return speeds

@@ -3,8 +3,8 @@
 import asyncio
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from http.client import HTTPConnection
 from pathlib import Path
 from statistics import median
@@ -21,8 +21,11 @@ from runtime.serve.worker import GAP
 
 _SHORT, _LONG = 16, 512  # tokens of the prompts whose first tokens tell what a row costs
 _SINGLES = 40  # texts of one token, which tell what a request costs
+_BETWEEN = 4  # such texts while another one is written
 _REST = 1.0  # seconds
 _HIGHEST_ID = 250  # token ids of random prompts: every vocabulary has them
+
+_Prompts = Callable[[int, int, int], list[dict[str, Any]]]  # so many requests, of so many tokens, for so many new ones
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ def measure(address: str, batches: Sequence[int], new_tokens: int, shared: bool 
 
     Raises UserError where nothing answers there, a request is refused, or this system does not tell what cores do.
     """
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng()  # prompts that no earlier measurement left in the cache
 
     def prompts(count: int, tokens: int, new: int) -> list[dict[str, Any]]:
         return [_asked(generator.integers(3, _HIGHEST_ID, tokens).tolist(), new) for _ in range(count)]
@@ -56,15 +59,15 @@ def measure(address: str, batches: Sequence[int], new_tokens: int, shared: bool 
     }
     row = max(0.0, (firsts[_LONG] - firsts[_SHORT]) / (_LONG - _SHORT))
     spent, rounds = [_single(address, [prompts(1, _SHORT, 1) for _ in range(_SINGLES)], row, shared)], []
+    tokens = min(_LONG, 4 * new_tokens)
     for count in batches:
-        before, texts = _Spent.now(address, shared), list[Timed]()
-        for _ in range(passes):
-            texts += ask(address, prompts(count, _SHORT, new_tokens))
-        gap = median((one.last - one.first) / max(1, one.tokens - 1) for one in texts)
+        before = _Spent.now(address, shared)
+        runs = [ask(address, prompts(count, _SHORT, tokens)) for _ in range(passes)]
+        gap = median(map(_last_gap, runs))
         rounds.append((count, gap))
-        steps = passes * (new_tokens - 1)
+        steps = passes * (tokens - 1)
         messages = passes * count + steps * min(1.0, gap / GAP)
-        work = np.array([passes * count, messages, passes * count * new_tokens])
+        work = np.array([passes * count, messages, passes * count * tokens])
         spent.append((work, before.since(address, steps * gap + row * _SHORT * passes * count)))
     ingress, others = _costs(spent)
     ways = [ingress, others] if shared else [ingress]
@@ -72,7 +75,44 @@ def measure(address: str, batches: Sequence[int], new_tokens: int, shared: bool 
     requests = sum(one.request for one in ways)
     # What costs more than the wait for a first token is not all spent within it.
     early = min(1.0, first / requests) if requests else 1.0
-    return Figures(first - early * requests, row, tuple(rounds), ingress, others, early)
+    told = Figures(first - early * requests, row, tuple(rounds), ingress, others, early)
+    return replace(told, held=_held(address, prompts, told, tokens, 3 * passes))
+
+
+def _held(address: str, prompts: _Prompts, told: Figures, tokens: int, passes: int) -> float:
+    """How much longer a text of so many tokens takes for each request that comes meanwhile, beyond its rows."""
+
+    def written(due: Sequence[float]) -> float:
+        bodies = prompts(1, _SHORT, tokens) + prompts(len(due), _SHORT, 1)
+        one = ask(address, bodies, [0.0, *due])[0]
+        return one.last - one.first
+
+    alone, disturbed = [], []
+    for _ in range(passes):
+        alone.append(written([]))
+        disturbed.append(written([alone[-1] * (place + 1) / (_BETWEEN + 1) for place in range(_BETWEEN)]))
+    return max(0.0, (median(disturbed) - median(alone)) / _BETWEEN - told.prompt * _SHORT)
+
+
+def crowding(address: str, replicas: int, cores: float, new_tokens: int, passes: int = 9) -> tuple[float, ...]:
+    """Figures.crowd of an idle cluster of so many replicas on one machine of so many cores: medians of the passes.
+
+    Raises UserError where nothing answers there, or a request is refused.
+    """
+    generator, tokens = np.random.default_rng(), min(_LONG, 4 * new_tokens)
+    gaps: list[list[float]] = [[] for _ in range(replicas)]
+    for _ in range(passes):
+        for count in range(1, replicas + 1):  # the router gives each text to a replica of its own
+            bodies = [_asked(generator.integers(3, _HIGHEST_ID, _SHORT).tolist(), tokens) for _ in range(count)]
+            gaps[count - 1].append(_last_gap(ask(address, bodies)))
+    slower = [median(found) / median(gaps[0]) / max(1.0, (at + 1) / cores) for at, found in enumerate(gaps)]
+    return tuple(max(1.0, one) for one in slower)
+
+
+def _last_gap(texts: Sequence[Timed]) -> float:
+    """Seconds between two tokens of the text that begins last: others are beside it, and no request of theirs."""
+    one = max(texts, key=lambda text: text.first)
+    return (one.last - one.first) / max(1, one.tokens - 1)
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,40 @@ def test_threads_share_cores_by_how_many_have_work() -> None:
     assert [ends[name] for name in "abc"] == [2.0, 2.0, 2.0]
 
 
+def test_who_waits_for_memory_waits_for_those_that_crowd_it() -> None:
+    """By hand: a and b crowd each other, and c, which waits for memory by half; d does not."""
+    clock, ends = Clock(4, (1.0, 2.0, 4.0)), dict[str, float]()
+    for name, seconds, memory, crowds in (
+        ("a", 2.0, 1.0, True),
+        ("b", 3.0, 1.0, True),
+        ("c", 4.0, 0.5, False),
+        ("d", 5.0, 0.0, False),
+    ):
+        clock.work(name, seconds, lambda now, name=name: ends.setdefault(name, now), memory, crowds=crowds)  # type: ignore[misc]
+    clock.run()
+    # a and b at 1/2 until 4, c at 1 / (0.5 + 0.5 · 4): 1.6 done; then b alone, and c at 1 / 1.5.
+    assert ends == pytest.approx({"a": 4.0, "b": 5.0, "d": 5.0, "c": 5.0 + (4.0 - 1.6 - 1 / 1.5)})
+    apart = Clock(None, (1.0, 2.0))
+    for name in "ab":
+        apart.work(name, 2.0, lambda now, name=name: ends.update({name: now}), 1.0, crowds=True)  # type: ignore[misc]
+    apart.run()
+    assert (ends["a"], ends["b"]) == (2.0, 2.0)
+
+
+def test_replicas_on_one_machine_crowd_its_memory_and_requests_hold_texts_up() -> None:
+    figures, load = Figures(0.0, 0.0002, ((1, 0.01), (8, 0.02))), Load(8.0, 400, 512, 32)
+    alone, crowded = (
+        simulate(replace(figures, crowd=crowd), Fleet(2, cores=4), load) for crowd in ((1.0,), (1.0, 1.5))
+    )
+    assert crowded.latency_ms["p90"] > 1.1 * alone.latency_ms["p90"]
+    assert simulate(replace(figures, crowd=(1.0, 1.5)), Fleet(2), load) == simulate(figures, Fleet(2), load)
+    held = simulate(replace(figures, held=0.02), Fleet(2, cores=4), load)
+    assert held.latency_ms["p90"] > 1.1 * alone.latency_ms["p90"]
+    # Who comes to an idle replica holds nobody up.
+    apart, five = [10.0 * place for place in range(5)], replace(load, requests=5)
+    assert simulate(replace(figures, held=0.02), Fleet(1), five, apart) == simulate(figures, Fleet(1), five, apart)
+
+
 def test_all_requests_and_news_go_through_one_ingress() -> None:
     """More replicas do not help where the ingress is full: M/D/1 again, its service that of a request and its news."""
     figures = Figures(0.0, 1e-6, ((1, 1e-4),), ingress=Cost(0.004, 0.001, 0.001))
@@ -103,10 +137,19 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
         (["--shared", "512"], "--shared: 512 of 512"),
         (["--replicas", "two"], "--replicas"),
         (["--measure", "http://127.0.0.1:9"], "no server answers there"),
+        (["--together", "http://127.0.0.1:9"], "--together: of how many cores"),
+        (["--together", "http://127.0.0.1:9", "--cores", "2"], "no server answers there"),
     ):
         found = CliRunner().invoke(app, [*words, *wrong])
         assert found.exit_code == 2 and sentence in found.output
-    for bad in ("{", json.dumps(told | {"rounds": []}), json.dumps(told | {"rounds": [[4, 1], [1, 1]]}), "[]"):
+    for bad in (
+        json.dumps(told | {"crowd": [0.5]}),
+        json.dumps(told | {"held": -1}),
+        "{",
+        json.dumps(told | {"rounds": []}),
+        json.dumps(told | {"rounds": [[4, 1], [1, 1]]}),
+        "[]",
+    ):
         figures.write_text(bad)
         found = CliRunner().invoke(app, words)
         assert found.exit_code == 2 and "--figures" in found.output
