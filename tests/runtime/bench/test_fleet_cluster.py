@@ -75,8 +75,8 @@ def test_the_simulation_is_near_what_a_cluster_does(three: Nodes, tmp_path: Path
                     real[count, share, name].append(seen[name])
                     ratios[count, share, name].append(found[name] / seen[name])
     lines = [
-        f"{count} at {share * able[count]:.1f}/s, {name}: measured {median(real[count, share, name]):.0f} ms, simulated over"
-        f" measured {', '.join(f'{ratio:.2f}' for ratio in ratios[count, share, name])}"
+        f"{count} at {share * able[count]:.1f}/s, {name}: measured {median(real[count, share, name]):.0f} ms,"
+        f" simulated over measured {', '.join(f'{ratio:.2f}' for ratio in ratios[count, share, name])}"
         for count, share, name in ratios
     ]
     print("\n".join(lines))
