@@ -194,7 +194,7 @@ def test_serve_run_takes_the_file_that_cluster_writes(two: Nodes, pair: tuple[Pa
         assert len(server.engine()["replicas"]) == 1
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(60)
+        process.wait(180)
     _until_gone(server)
 
 
