@@ -2,11 +2,11 @@
 
     .venv/bin/python examples/two_planes.py --threads 1
 
-Two ternary planes with two scales a row give nine levels: 3.17 bits a weight as numbers to base 9, 4 as two planes of two
-bits each. Scales are fitted to the weights by alternating least squares, codes chosen with GPTQ's error feedback, scales
-fitted again to the layer's outputs, and codes once more. A second row has the first scale three times the second: nine
-evenly spaced levels. Prints KL and perplexity of the built-in pair on held-out text, float activations, with groups of
-layers rounded block by block as recipes do it.
+Two ternary planes with two scales a row give nine levels: 3.17 bits a weight as numbers to base 9, 4 as two planes of
+two bits each. Scales are fitted to the weights by alternating least squares, codes chosen with GPTQ's error feedback,
+scales fitted again to the layer's outputs, and codes once more. A second row has the first scale three times the
+second: nine evenly spaced levels. Prints KL and perplexity of the built-in pair on held-out text, float activations;
+layers are rounded block by block, each block on what those before it have left.
 """
 
 import argparse
@@ -184,9 +184,7 @@ def main() -> None:
     table = Table("weights", "bits", "KL, nats", "perplexity")
     table.add_row("as they are", "16", "0", f"{measured(original, original, windows.evaluation)[1]:.3f}")
     for name, (bits, how) in ways.items():
-        divergence, perplexity = measured(
-            rounded(original, windows.calibration, how), original, windows.evaluation
-        )
+        divergence, perplexity = measured(rounded(original, windows.calibration, how), original, windows.evaluation)
         table.add_row(name, f"{bits:.2f}", f"{divergence:.4f}", f"{perplexity:.3f}")
     Console(width=100).print(table)
 

@@ -2,8 +2,8 @@
 
 A layer keeps float weights and computes with what they round to; gradients pass the rounding as if it were not there.
 Rounding is the packed format's (`runtime.formats.ternary`, `three_of_four`), stored scale and all, so that the packed
-layer computes what the trained one did. Products are made of codes and scaled afterwards, as kernels do. A share λ below 1 stands
-between the float layer and the rounded one, for weights and inputs alike: x + λ(q(x) − x).
+layer computes what the trained one did. Products are made of codes and scaled afterwards, as kernels do. A share λ
+below 1 stands between the float layer and the rounded one, for weights and inputs alike: x + λ(q(x) − x).
 """
 
 from typing import Any, Literal

@@ -60,8 +60,8 @@ def write_shape(
                    format packs: routers, gates of one output, what latent attention expands its vectors by. Experts of
                    gpt-oss are mxfp4 whatever the scheme.
     head           "int8": a packed head of its own, also where the published model ties it to the embedding.
-                   "keep": as published, plain. Beside nf4, ternary (1.25, too) or trellis layers no other library knows an int8
-                   head; `runtime.load` does.
+                   "keep": as published, plain. Beside nf4, ternary, ternary-1.25 or trellis layers no other
+                   library knows an int8 head; `runtime.load` does.
     seed           the same arguments give the same bytes.
     layers         the model of its first layers alone; None: of all.
 

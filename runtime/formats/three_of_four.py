@@ -4,10 +4,10 @@
     weight_scale     [N, 1], 16 or 32 bit
     weight_shape     int64 [2] = [N, K]
 
-A pattern's bits 3 and 4 say where the 0 is. Bits 0 to 2 are set where the first three codes are negative, and the fourth
-is the product of their signs. One of the four signs is that of the 0, whose bit is free to make the product right: so
-three bits hold any three signs, and a kernel has signs and places from two small tables. Of a last four that is cut
-short only the codes that there are count: all of them may be ±1.
+A pattern's bits 3 and 4 say where the 0 is. Bits 0 to 2 are set where the first three codes are negative, and the
+fourth is the product of their signs. One of the four signs is that of the 0, whose bit is free to make the product
+right: so three bits hold any three signs, and kernels have signs and places from two small tables. Of a last four
+that is cut short only the codes that there are count: all of them may be ±1.
 """
 
 from collections.abc import Mapping, Sequence
@@ -100,7 +100,7 @@ def random_weight(shape: tuple[int, int], generator: torch.Generator) -> PackedW
 def encode(codes: Tensor) -> Tensor:
     """(N, ceil(K / 4)) uint8 patterns of codes (N, K) int8.
 
-    Raises ValueError for codes other than −1, 0 and 1, and where a four has not one 0 (a short last one: more than one).
+    Raises ValueError for codes other than −1, 0 and 1, and where a four has not one 0 (a short last one: more).
     """
     n, k = codes.shape
     fours = torch.nn.functional.pad(codes, (0, -k % FOUR), value=1).view(n, -1, FOUR)
@@ -129,7 +129,7 @@ def to_tensors(
 ) -> dict[str, Tensor]:
     """The layer's tensors for a file; `dtype` is the model's, which the bias has; scales have `scale_dtype`.
 
-    Raises ValueError for codes that `encode` refuses, an offset or a permutation, and for a scale or bias that its dtype
+    Raises ValueError for codes that `encode` refuses, an offset or a permutation, and a scale or bias that its dtype
     would round.
     """
     if packed.scheme != scheme() or packed.offset is not None or packed.perm is not None:

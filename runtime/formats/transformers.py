@@ -22,7 +22,7 @@ from runtime.formats.trellis import METHOD, STATES, TILE, check, decode
 
 
 def _replace(model: PreTrainedModel, key: str, name: str, made: Callable[[nn.Linear], nn.Module]) -> None:
-    """Puts `made` of the layer `name` in its place. Raises ValueError for a `key` of config.json that names no linear."""
+    """Puts `made` of the layer `name` in its place. Raises ValueError for a `key` that names no linear one."""
     try:
         linear = model.get_submodule(name)
     except AttributeError as error:

@@ -181,7 +181,7 @@ def _lay_out_codes(weight: PackedWeight, struct: WeightsStruct, sums: Tensor | N
         if sound:
             return packed
     low, high = (int(v) for v in torch.aminmax(codes))
-    if kind.has_fours and -1 <= low and high <= 1:
+    if kind.has_fours and low >= -1 and high <= 1:
         raise ValueError(f"of every four {weight.scheme.kind} codes of a row exactly one must be 0, found others")
     shown = " or ".join(f"{first}..{last}" for first, last in kind.ranges)
     raise ValueError(f"{weight.scheme.kind} codes must lie in {shown}, found {low}..{high}")

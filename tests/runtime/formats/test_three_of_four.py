@@ -1,4 +1,4 @@
-"""ternary-1.25: its specification's own decoder, the nearest codes, files that come back, damaged ones, transformers."""
+"""ternary-1.25: its specification's own decoder, nearest codes, files that come back, damaged ones, transformers."""
 
 import itertools
 import json
@@ -158,7 +158,9 @@ def test_transformers_loads_it_and_agrees(tiny_packed: Callable[..., Path]) -> N
     import runtime.formats.transformers  # noqa: F401  (registers the format)
 
     folder = tiny_packed("ternary-1.25")
-    assert json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"] == three_of_four.METHOD
+    assert (
+        json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"] == three_of_four.METHOD
+    )
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = torch.randint(1, 300, (12,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

@@ -396,7 +396,7 @@ def test_fours_without_exactly_one_zero_are_refused(native_path: str, packed: Pa
         on(native_path, weight)
         codes = weight.codes.clone()
         codes[row, 4 * four : 4 * four + 4] = code
-        with pytest.raises(ValueError, match="of every four ternary-1.25 codes of a row exactly one must be 0"):
+        with pytest.raises(ValueError, match=r"of every four ternary-1\.25 codes of a row exactly one must be 0"):
             on(native_path, replace(weight, codes=codes), threads=2)
 
 
