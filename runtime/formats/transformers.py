@@ -8,6 +8,7 @@ small in memory, and slow.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ class TrellisQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         for name, bits in self.quantization_config.bits.items():
-            _replace(model, "bits", name, lambda linear, bits=bits: TrellisLinear(linear, bits))
+            _replace(model, "bits", name, partial(TrellisLinear, bits=bits))
 
     def is_serializable(self) -> bool:
         return True
