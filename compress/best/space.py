@@ -65,7 +65,10 @@ OPTIONS = (
 CACHES = (KEEP, Option("int8", method="cache"), Option("int4", method="cache"))
 # What was left out of the search, and why: every plan says it.
 NOT_TRIED = (
-    ("nf4, ternary, fp8", "files of another format, or for GPUs: one model holds one format (try a built-in recipe)"),
+    (
+        "nf4, ternary, ternary-1.25, fp8",
+        "files of another format, or for GPUs: one model holds one format (try a built-in recipe)",
+    ),
     ("a quantised cache beside layers with a state", "its factors are measured where every layer attends"),
     ("a trellis beside integers", "one model holds one format: each was searched by itself"),
     ("int6 to int2 rounded to nearest", "the bytes and the speed of gptq's codes, which are fitted to text"),

@@ -79,7 +79,7 @@ def _transformers(facts: Facts) -> Engine:
         return _row(name, False, f"has no model_type {facts.model_type!r}", facts)
     if facts.method is None:
         return _row(name, True, "plain weights", facts)
-    if facts.method == "specpress-trellis":
+    if facts.method in ("specpress-ternary", "specpress-trellis"):
         return _row(name, True, "after `import runtime.formats.transformers`", facts)
     if facts.method not in _LIBRARIES:
         return _row(name, None, f"depends on a library for {facts.method}", facts)

@@ -16,7 +16,7 @@ from runtime.formats.packed import PackedWeight
 # What stands in the place of "weight" where a layer is packed: each layout's own words.
 _PARTS = re.compile(
     r"\.(?:qweight|qzeros|scales|g_idx"
-    r"|weight_(?:packed|scale|scale_inv|shape|zero_point|g_idx|global_scale|tiles|levels|format)"
+    r"|weight_(?:packed|scale|scale_inv|shape|zero_point|g_idx|global_scale|tiles|levels|patterns|format)"
     r"|(?:input|output)_(?:scale|zero_point|global_scale)|SCB"
     r"|weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+))$"
 )
@@ -87,7 +87,7 @@ def sizes(opened: Opened, name: str, stored: Iterable[str], weight: Stored | Non
 
 def _words(weight: PackedWeight) -> str:
     scheme = weight.scheme
-    name = scheme.kind if scheme.kind in ("nf4", "fp8", "ternary", "mxfp4") else f"int{scheme.bits}"
+    name = scheme.kind if scheme.kind in ("nf4", "fp8", "ternary", "ternary-1.25", "mxfp4") else f"int{scheme.bits}"
     name = f"trellis-{scheme.bits}" if scheme.kind == "trellis" else name
     size = f" in groups of {scheme.group_size}" if scheme.group_size else ""
     more = "" if weight.offset is None else ", zero points"

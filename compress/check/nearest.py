@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runtime.formats import fp8, mxfp4, nf4
+from runtime.formats import fp8, mxfp4, nf4, three_of_four
 from runtime.formats.packed import PackedWeight
 from runtime.formats.schemes import KINDS
 
@@ -56,6 +56,9 @@ def round_rows(rows: Tensor, grid: Grid) -> Tensor:
     if grid.kind == "fp8":
         scale = rows.abs().amax(1, keepdim=True).clamp_min(_TINY) / fp8.LIMIT
         return (rows / scale).to(fp8.DTYPE).float() * scale
+    if grid.kind == "ternary-1.25":
+        codes, scale = three_of_four.nearest(rows)
+        return codes * scale
     if grid.kind == "ternary":
         scale = torch.tensor(grid.scale) if grid.width == rows.shape[1] else groups.abs().amax(-1, keepdim=True)
         scale = scale.clamp_min(_TINY)

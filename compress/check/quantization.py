@@ -14,6 +14,8 @@ from runtime.formats.packed import PackedWeight
 from runtime.formats.patterns import trouble
 
 _WHERE = "quantization_config"
+# Formats whose readers take packed and plain layers as the tensors say.
+_OURS = ("specpress-ternary", "specpress-trellis")
 # Layers that libraries never quantise, whatever config.json says.
 _NEVER = ("gate", "router", "shared_expert_gate", "embed_tokens", "wte", "wpe")
 _LINEAR = re.compile(r"_proj$|^(fc\d?|c_attn|c_fc|c_proj|dense|query_key_value|dense_h_to_4h|dense_4h_to_h|w[123])$")
@@ -100,7 +102,7 @@ def _coverage(config: Mapping[str, Any], examined: Sequence[Examined], packed: S
             continue
         if chosen is not None and not any(layer.endswith(f".{name}") for name in chosen):
             continue
-        if DRAFT.search(weight.name) or config.get("quant_method") == "specpress-trellis":
+        if DRAFT.search(weight.name) or config.get("quant_method") in _OURS:
             continue
         why = "its siblings in other blocks are packed" if weight.kind in kinds else "config.json does not except it"
         says = f"is stored plain ({weight.stored}), and {why}: loaders expect packed codes"

@@ -34,7 +34,7 @@ FORMATS: dict[str, str] = {
 """Name → "module:function" of its exporter, imported when it is used."""
 
 # Kinds of codes that exporters can repack or round again; any other is held by the library whose format it is, alone.
-_REPACKED = frozenset({"int8", "int6", "int4", "nf4", "ternary", "trellis"})
+_REPACKED = frozenset({"int8", "int6", "int4", "nf4", "ternary", "ternary-1.25", "trellis"})
 # A packed layer has one of these, whatever its format; a plain one has none.
 _MARKS = (".weight_packed", ".weight_scale", ".qweight", ".SCB", ".weight.quant_state.bitsandbytes__nf4")
 ABOUT = "export.json"
@@ -110,7 +110,8 @@ def refusal(name: str, kinds: Collection[str]) -> str | None:
     for kind in sorted(set(kinds) - _REPACKED):
         if (library := KINDS[kind].library) != name:
             return f"expected weights other than {kind}, which {library} alone holds"
-    kinds = {"int8" if KINDS[kind].has_tiles else kind for kind in kinds}
+    # What a layer is and what it is taken for: a form has to hold both.
+    kinds = {*kinds, *(taken for kind in kinds if (taken := KINDS[kind].exported_as))}
     why: str | None = importlib.import_module(FORMATS[name].split(":")[0]).refusal(frozenset(kinds))
     return why
 

@@ -15,6 +15,11 @@ _REFUSED = {
     )
     for kind in KINDS
     if kind != "ternary"
+} | {
+    "ternary-1.25": (
+        "bitnet has one scale a layer, found ternary-1.25, which has one a row: export to gguf, compressed-tensors or"
+        " gptq, which hold it exactly"
+    )
 }
 
 

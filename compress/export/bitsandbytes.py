@@ -10,7 +10,8 @@ from runtime.formats.packed import PackedWeight
 from runtime.formats.tensors import stored_scale_dtype
 
 _REFUSED = {
-    "ternary": "bitsandbytes has no ternary format, and nf4 would double the file for nothing: export to bitnet or gguf"
+    "ternary-1.25": "bitsandbytes has no ternary format, and nf4 triples the file: export to gguf",
+    "ternary": "bitsandbytes has no ternary format, and nf4 would double the file: export to bitnet or gguf",
 }
 
 

@@ -12,7 +12,7 @@ from compress.export import prefixes, told
 from compress.quantize import grid
 from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.open import open_checkpoint
-from runtime.formats import dequantize, int8, trellis
+from runtime.formats import dequantize, int8, three_of_four, trellis
 from runtime.formats.codes import whole_zeros
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.formats.schemes import KINDS
@@ -63,11 +63,14 @@ def to_int8_rows(packed: PackedWeight, dtype: torch.dtype) -> PackedWeight:
 
 
 def weight_of(checkpoint: Checkpoint, prefix: str) -> PackedWeight | torch.Tensor:
-    """A layer's weight as exports take it: a trellis as the int8 rows that it exactly is."""
+    """A layer's weight as exports take it: a trellis as the int8 rows that it exactly is, ternary-1.25 as ternary."""
     weight = checkpoint.weight(prefix)
-    if isinstance(weight, PackedWeight) and KINDS[weight.scheme.kind].has_tiles:
-        return trellis.as_int8(weight)
-    return weight
+    if not isinstance(weight, PackedWeight):
+        return weight
+    kind = KINDS[weight.scheme.kind]
+    if kind.has_fours:
+        return three_of_four.as_ternary(weight)
+    return trellis.as_int8(weight) if kind.has_tiles else weight
 
 
 # Caches' static scales, which only compressed-tensors' loaders know.

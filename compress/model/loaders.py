@@ -6,6 +6,9 @@ from compress.errors import UserError
 from compress.model.structure import ModelStructure, Parameter
 from runtime.formats.schemes import CodeKind
 
+# What stands in the place of "weight" in our own formats (runtime.formats.transformers).
+_STORED = {"specpress-ternary": ("weight_patterns",), "specpress-trellis": ("weight_tiles", "weight_levels")}
+
 
 def refusal(model: ModelStructure, tensor: str, parameter: Parameter, codes: CodeKind) -> str | None:
     """Why a linear layer, whose weight is `tensor` of the checkpoint, has to stay plain; None where it need not.
@@ -20,11 +23,12 @@ def refusal(model: ModelStructure, tensor: str, parameter: Parameter, codes: Cod
         return "transformers keeps it in float32 beside bitsandbytes layers: int8-dynamic can hold it"
     if library == "bitsandbytes" and type(module) is not nn.Linear:
         return f"a {kind}, which {library} does not replace: int8-dynamic can hold it"
-    if codes.layout != "pack-quantized" and not codes.has_tiles:
+    own = _STORED.get(library)
+    if codes.layout != "pack-quantized" and own is None:
         return None
-    if codes.has_tiles and not isinstance(module, nn.Linear):
+    if own is not None and not isinstance(module, nn.Linear):
         return f"a {kind}, which {library} does not replace: int8-dynamic can hold it"
-    stored = ("weight_tiles", "weight_levels") if codes.has_tiles else ("weight_packed",)
+    stored = own or ("weight_packed",)
     if not model.names.survives(tensor, (*stored, "weight_scale", "weight_shape")):
         return "transformers renames it as a plain weight alone: int8-dynamic can hold it"
     if not _initialises(model, parameter.module):

@@ -1,9 +1,9 @@
 """BitLinear: ternary (b1.58, 2402.17764) and binary (BitNet, 2310.11453) weights over int8 inputs, to be trained.
 
 A layer keeps float weights and computes with what they round to; gradients pass the rounding as if it were not there.
-Rounding is the packed format's (`runtime.formats.ternary`), stored scale and all, so that the packed layer computes
-what the trained one did. Products are made of codes and scaled afterwards, as kernels do. A share λ below 1 stands
-between the float layer and the rounded one, for weights and inputs alike: x + λ(q(x) − x).
+Rounding is the packed format's (`runtime.formats.ternary`, `three_of_four`), stored scale and all, so that the packed
+layer computes what the trained one did. Products are made of codes and scaled afterwards, as kernels do. A share λ
+below 1 stands between the float layer and the rounded one, for weights and inputs alike: x + λ(q(x) − x).
 """
 
 from typing import Any, Literal
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runtime.formats import dequantize, int4, int8, ternary
+from runtime.formats import dequantize, int4, int8, ternary, three_of_four
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.formats.tensors import stored_scale_dtype
 
@@ -120,8 +120,8 @@ class QuantizedLinear(nn.Linear):
         return pack_rounded(self.weight, self.scheme, self.stored)
 
 
-Codes = Literal["ternary", "binary"]
-"""ternary: −1, 0 and 1 (1.58 bits of information); binary: −1 and 1."""
+Codes = Literal["ternary", "ternary-1.25", "binary"]
+"""ternary: −1, 0 and 1 (1.58 bits of information); ternary-1.25: of every four exactly one 0; binary: −1 and 1."""
 
 
 def absmean(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -135,16 +135,23 @@ def absmean(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return 1.0 / inverse.to(dtype).float()
 
 
-def weight_codes(weight: Tensor, scale: Tensor, codes: Codes) -> Tensor:
-    """(N, K) float32 codes of a weight (N, K), which times `scale` () is what stands for it.
+def rounded_codes(weight: Tensor, codes: Codes, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(N, K) float32 codes of a weight (N, K), and the scales () or (N, 1) by which they stand for it, held in `dtype`.
 
-    ternary: clip(round(W / scale), −1, 1). binary: the sign of W − mean(W), where 0 counts as negative.
+    ternary: clip(round(W / scale), −1, 1). ternary-1.25: `three_of_four.nearest`, a scale a row. binary: the sign of
+    W − mean(W), where 0 counts as negative.
     """
     values = weight.detach().float()
+    if codes == "ternary-1.25":
+        three, size = three_of_four.nearest(values)
+        # `round_scale` without its check, which would take the value out of a compiled graph.
+        stored = size.to(dtype).float()
+        return three.float(), torch.where(stored == 0, torch.finfo(dtype).eps, stored)
+    scale = absmean(weight, dtype)
     if codes == "ternary":
-        return torch.round(values / scale).clamp_(-1, 1)
+        return torch.round(values / scale).clamp_(-1, 1), scale
     centre = values.mean(dtype=torch.float64).float()
-    return torch.where(values > centre, 1.0, -1.0)
+    return torch.where(values > centre, 1.0, -1.0), scale
 
 
 def bit_linear(
@@ -156,17 +163,17 @@ def bit_linear(
     dtype  what the weight's scale will be stored in.
     share  λ: 0 is the float layer, 1 the rounded one, whose packed form computes the same but for float rounding.
     """
-    scale, step = absmean(weight, dtype), input_steps(x)
-    rounded = blend(weight / scale, weight_codes(weight, scale, codes), share)
+    (found, scale), step = rounded_codes(weight, codes, dtype), input_steps(x)
+    rounded = blend(weight / scale, found, share)
     products = F.linear(pass_through(x.float() * (1.0 / step), share), rounded)
-    y = (products.float() * (step * scale)).to(products.dtype)
+    y = (products.float() * (step * scale.flatten())).to(products.dtype)
     return y if bias is None else y + bias
 
 
 class BitLinear(nn.Linear):
-    """A linear layer that is trained to be stored in two bits a weight.
+    """A linear layer that is trained to be stored in two bits a weight, or in 1.25.
 
-    codes    ternary or binary.
+    codes    ternary, ternary-1.25 or binary.
     stored   the dtype of the model that the layer will be packed for.
     share    λ, which whoever trains raises from 0 to 1 (`convert.set_share`).
     norm     None, or an RMS norm of the inputs (BitNet's SubLN): for models that are trained from scratch as such.
@@ -207,13 +214,13 @@ class BitLinear(nn.Linear):
 
 
 def pack_ternary(weight: Tensor, codes: Codes, stored: torch.dtype) -> PackedWeight:
-    """A weight (N, K) of any float dtype in two bits a weight, for a model of dtype `stored`.
+    """A weight (N, K) of any float dtype in two bits a weight, or in 1.25, for a model of dtype `stored`.
 
     Raises ValueError for a weight that is not finite.
     """
     if not bool(torch.isfinite(weight).all()):
         raise ValueError("the weight has values that are NaN or infinite")
-    scale = absmean(weight, stored_scale_dtype(stored))
-    rounded = weight_codes(weight, scale, codes).to(torch.int8)
-    rows = scale.reshape(1, 1).expand(len(rounded), 1).contiguous()
-    return PackedWeight(ternary.scheme(), rounded, rows)
+    rounded, scale = rounded_codes(weight, codes, stored_scale_dtype(stored))
+    rows = scale.reshape(-1, 1).expand(len(rounded), 1).contiguous()
+    scheme = three_of_four.scheme() if codes == "ternary-1.25" else ternary.scheme()
+    return PackedWeight(scheme, rounded.to(torch.int8), rows)

@@ -116,8 +116,8 @@ class Quantize(Strict):
     """A stage that rounds linear layers.
 
     scheme      how a weight is represented; left out with the methods sensitivity, which chooses by layer, and
-                per-layer. ternary ruins a model that was not trained for it: the stage ternary (compress.qat) trains
-                one.
+                per-layer. ternary and ternary-1.25 ruin a model that was not trained for them: the stage ternary
+                (compress.qat) trains one.
     group_size  weights that share a scale: int6 to int2 (128, 64 or 32; the first of these, from here down, that
                 divides a row is taken). nf4 has 64, int8 and fp8 one scale per output channel, ternary one
                 per layer.

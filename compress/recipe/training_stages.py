@@ -280,18 +280,21 @@ class RoundedStage(DistillationStage):
 
 
 class Ternary(RoundedStage):
-    """A stage that trains the blocks' linear layers as BitNet has them, and stores them in two bits a weight.
+    """A stage that trains the blocks' linear layers as BitNet has them, and stores them in two bits a weight, or 1.25.
 
-    weights  ternary: −1, 0 and 1 (BitNet b1.58); binary: −1 and 1 (BitNet), which the file does not store smaller.
+    weights  ternary: −1, 0 and 1 (BitNet b1.58); ternary-1.25: likewise, of every four inputs exactly one 0, in five
+             bits for four weights and with a scale per output; binary: −1 and 1 (BitNet), which the file does not store
+             smaller than ternary.
     ramp     share of the training over which rounding sets in; 0: all of it from the first step.
     """
 
-    weights: Literal["ternary", "binary"] = "ternary"
+    weights: Literal["ternary", "ternary-1.25", "binary"] = "ternary"
     ramp: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.0
 
     def quantize(self) -> Quantize:
         """The quantise stage that rounds the same layers without training: what the plan is made from."""
-        return Quantize(scheme="ternary", targets=self.targets, ignore=self.ignore)
+        scheme = "ternary-1.25" if self.weights == "ternary-1.25" else "ternary"
+        return Quantize(scheme=scheme, targets=self.targets, ignore=self.ignore)
 
 
 class Qat(RoundedStage):

@@ -174,7 +174,8 @@ def _ternary_findings(report: Report) -> list[str]:
     if trained:
         return trained
     stages = report.asked.recipe.get("stages", [])
-    if not any(stage.get("quantize", {}).get("scheme") == "ternary" for stage in stages):
+    ruined = [s for stage in stages if (s := stage.get("quantize", {}).get("scheme")) in ("ternary", "ternary-1.25")]
+    if not ruined:
         return []
     found = report.quality.perplexity
     measured = ""
@@ -182,8 +183,9 @@ def _ternary_findings(report: Report) -> list[str]:
         factor = times(found.compressed / found.original)
         measured = f" Perplexity is {factor} the original's: {found.compressed:.2f} instead of {found.original:.2f}."
     return [
-        "WARNING: this model is RUINED. Its weights were rounded to ternary without training, which no model survives."
-        f"{measured} Use its size and speed; for a model that writes sense train it, with the recipe ternary."
+        f"WARNING: this model is RUINED. Its weights were rounded to {ruined[0]} without training, which no model"
+        f" survives.{measured} Use its size and speed; for a model that writes sense train it, with the recipe"
+        f" {ruined[0]}."
     ]
 
 

@@ -55,7 +55,7 @@ class LayerOptions:
     scheme: Annotated[
         list[str] | None,
         typer.Option(
-            help="f32, bf16, int8, int4, nf4, ternary or trellis-2 to -4 (decode also: nested); may be repeated.",
+            help="f32, bf16, int8, int4, nf4, ternary (or -1.25), trellis-2 to -4 (of decode also nested); repeatable.",
             show_default="all",
         ),
     ] = None
@@ -105,9 +105,9 @@ class JobOptions:
 
     target: Annotated[str | None, typer.Option(help="A model directory or run folder; or name a --shape.")] = None
     shape: Annotated[str | None, typer.Option(help="A shape with random weights instead: speed only.")] = None
-    scheme: Annotated[str, typer.Option(help="Of --shape: f32, bf16, int8, int4, nf4, ternary or trellis-2 to -4.")] = (
-        "int4"
-    )
+    scheme: Annotated[
+        str, typer.Option(help="Of --shape: f32, bf16, int8, int4, nf4, ternary, ternary-1.25 or trellis-2 to -4.")
+    ] = "int4"
     drafter: Annotated[
         str | None,
         typer.Option(
@@ -203,7 +203,9 @@ class OracleOptions:
 
     shape: ShapeName = "llama-3.1-8b"
     draft: Annotated[str, typer.Option(help="The draft's shape.")] = "llama-3.1-8b-tenth"
-    scheme: Annotated[str, typer.Option(help="Of both: bf16, int8, int4, nf4, ternary or trellis-2 to -4.")] = "int4"
+    scheme: Annotated[
+        str, typer.Option(help="Of both: bf16, int8, int4, nf4, ternary, ternary-1.25 or trellis-2 to -4.")
+    ] = "int4"
     alpha: Alpha = 0.8
     draft_lengths: Annotated[str, typer.Option(help="Tokens drafted a round, with commas between them.")] = "2,4,6,8"
     prompts: Annotated[int, typer.Option(help="Prompts of 64 random tokens.")] = 4

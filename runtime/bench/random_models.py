@@ -21,7 +21,7 @@ from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.record import Names
 from runtime.checkpoints.safetensors import INDEX
 from runtime.errors import UserError
-from runtime.formats import fp8, hf_config, int4, int8, nf4, ternary, to_tensors, trellis
+from runtime.formats import fp8, hf_config, int4, int8, nf4, ternary, three_of_four, to_tensors, trellis
 from runtime.formats.nf4 import Nf4Weight, double_quantize
 from runtime.formats.packed import PackedWeight
 from runtime.formats.schemes import Scheme
@@ -29,12 +29,13 @@ from runtime.formats.tensors import group_width, round_scale
 
 _BOTH = ("f32", "bf16", "int8", "int4", "nf4", "ternary")
 TRELLISES = {f"trellis-{bits}": bits for bits in (2, 3, 4)}
-# fp8 is for GPUs, a trellis for CPUs.
-SCHEMES, DEVICE_SCHEMES = (*_BOTH, *TRELLISES), (*_BOTH, "fp8")
+# fp8 is for GPUs, a trellis for CPUs; so is ternary-1.25, which GPUs have as ternary.
+SCHEMES, DEVICE_SCHEMES = (*_BOTH, "ternary-1.25", *TRELLISES), (*_BOTH, "fp8")
 HEADS = ("int8", "keep")
 # The first and last code of each packed scheme: symmetric, as a mean other than 0 would add the same vector to every
 # row, layer after layer.
 DESCRIBED = {"int8": int8.scheme(), "int4": int4.scheme(128), "nf4": nf4.scheme(), "ternary": ternary.scheme()}
+DESCRIBED |= {"ternary-1.25": three_of_four.scheme()}
 DESCRIBED |= {name: trellis.scheme(bits) for name, bits in TRELLISES.items()}
 CODES = {"int8": (-127, 127), "int4": (-7, 7), "nf4": (0, 15), "ternary": (-1, 1)}
 MARK = "specpress_random_weights"
@@ -59,8 +60,8 @@ def write_shape(
                    format packs: routers, gates of one output, what latent attention expands its vectors by. Experts of
                    gpt-oss are mxfp4 whatever the scheme.
     head           "int8": a packed head of its own, also where the published model ties it to the embedding.
-                   "keep": as published, plain. Beside nf4, ternary or trellis layers no other library knows an int8
-                   head; `runtime.load` does.
+                   "keep": as published, plain. Beside nf4, ternary, ternary-1.25 or trellis layers no other
+                   library knows an int8 head; `runtime.load` does.
     seed           the same arguments give the same bytes.
     layers         the model of its first layers alone; None: of all.
 
@@ -103,8 +104,8 @@ def _config_of(about: Shape, scheme: str, head: str) -> dict[str, Any]:
     config = dict(about.config) | {"dtype": "float32" if scheme == "f32" else "bfloat16", MARK: True}
     if head == "int8":
         config["tie_word_embeddings"] = False
-    if head == "keep" or scheme in ("nf4", "ternary", *TRELLISES):
-        # bitsandbytes, bitnet and a trellis cannot say that a layer is int8: the head's tensors do.
+    if head == "keep" or scheme in ("nf4", "ternary", "ternary-1.25", *TRELLISES):
+        # bitsandbytes, bitnet and our own formats cannot say that a layer is int8: the head's tensors do.
         plain.append("lm_head")
     else:
         packed["lm_head"] = int8.scheme()
@@ -132,6 +133,8 @@ def random_weight(scheme: str, outputs: int, inputs: int, generator: torch.Gener
         dtype = torch.float32 if scheme == "f32" else torch.bfloat16
         spread = (3.0 / inputs) ** 0.5
         return torch.empty(outputs, inputs, dtype=dtype, device=device).uniform_(-spread, spread, generator=generator)
+    if scheme == "ternary-1.25":
+        return three_of_four.random_weight((outputs, inputs), generator)
     if scheme in TRELLISES:
         return trellis.random_weight((outputs, inputs), TRELLISES[scheme], generator)
     if scheme not in DEVICE_SCHEMES:

@@ -60,23 +60,22 @@ def hf_config(
 
     Raises ValueError for mixtures that no library reads (nf4 or ternary beside another kind).
     """
-    from runtime.formats import compressed_tensors, nf4, trellis
+    from runtime.formats import compressed_tensors, nf4, three_of_four, trellis
 
     kinds = {KINDS[scheme.kind] for scheme in layers.values()}
     libraries = {kind.library for kind in kinds}
     if len(libraries) > 1:
         raise ValueError(
-            "nf4 is bitsandbytes', ternary is bitnet's, a trellis is our own, and int8 and int4 are"
+            "nf4 is bitsandbytes', ternary is bitnet's, a trellis and ternary-1.25 are our own, and int8 and int4 are"
             " compressed-tensors': one checkpoint has one library"
         )
     if not layers or libraries == {"compressed-tensors"}:
         return compressed_tensors.hf_config(layers, ignore, reordered)
     if libraries == {"bitsandbytes"}:
         return nf4.hf_config(ignore, double_quant=double_quant, compute=compute)
-    if libraries == {trellis.METHOD}:
-        return trellis.hf_config(layers, ignore)
     # A library with one kind of codes: its format file says how it is named.
-    config: dict[str, Any] = kinds.pop().format.hf_config(ignore)
+    own = kinds.pop().format
+    config: dict[str, Any] = own.hf_config(layers, ignore) if own in (three_of_four, trellis) else own.hf_config(ignore)
     return config
 
 
@@ -90,7 +89,8 @@ def check_supported(quantization: Any) -> None:
     if not isinstance(method, str) or method not in READERS:
         raise UserError(
             f"{_WHERE}.quant_method {method!r} is not read; use a plain checkpoint, bitsandbytes nf4 or LLM.int8,"
-            " compressed-tensors fp8, int8 or int6 to int2, GPTQ, AWQ, mxfp4, bitnet or specpress-trellis"
+            " compressed-tensors fp8, int8 or int6 to int2, GPTQ, AWQ, mxfp4, bitnet, specpress-ternary or"
+            " specpress-trellis"
         )
     import_module(READERS[method]).check(quantization)
 
@@ -117,7 +117,7 @@ def read(
             return packed
         # These libraries have no word for int8 rows with scales, which heads are: the tensors speak for them.
         rows = f"{prefix}.weight_scale" in tensors and name in tensors and tensors[name].dtype == torch.int8
-        if rows and method in ("bitsandbytes", "bitnet", "specpress-trellis"):
+        if rows and method in ("bitsandbytes", "bitnet", "specpress-ternary", "specpress-trellis"):
             return int8.from_tensors(tensors, prefix)
     plain = take(tensors, name)
     if plain.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):

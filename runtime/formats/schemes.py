@@ -45,9 +45,11 @@ class CodeKind:
                  them; 0: codes are numbers themselves.
     is_float     codes are floating-point numbers: kernels multiply by the dequantised weight.
     has_tiles    codes are levels of int8 that sequences of bits give, of as many bits as the scheme says.
+    has_fours    of every four codes of a row exactly one is 0, and the four are stored together, in five bits.
     has_planes   codes of 8 bits can be laid out as two planes of nibbles, of which a draft reads the upper one.
     outputs      the library takes multiples of so many outputs (bitsandbytes on processors with AVX-512).
-    product      the kind whose integer products multiply these codes; "": its own.
+    product      the kind whose integer products multiply these codes, where there are none of their own; "": its own.
+    exported_as  the kind that the same weights have where libraries know them; "": its own.
     scale_bytes  what a stored scale takes; `one_scale`: the tensor has a single one.
     more_bytes   tables and descriptions beside codes and scales.
     """
@@ -62,9 +64,11 @@ class CodeKind:
     levels: int = 0
     is_float: bool = False
     has_tiles: bool = False
+    has_fours: bool = False
     has_planes: bool = False
     outputs: int = 1
     product: Kind = ""
+    exported_as: Kind = ""
     scale_bytes: float = 2
     one_scale: bool = False
     more_bytes: int = 0
@@ -143,6 +147,16 @@ KINDS: Mapping[Kind, CodeKind] = {
         outputs=4,
         one_scale=True,
     ),
+    "ternary-1.25": CodeKind(
+        "runtime.formats.three_of_four",
+        "specpress-ternary",
+        ((-1, 1),),
+        no_experts="ternary-1.25 has no layout for experts that transformers fuses",
+        has_fours=True,
+        product="ternary",
+        exported_as="ternary",
+        more_bytes=16,
+    ),
     "trellis": CodeKind(
         "runtime.formats.trellis",
         "specpress-trellis",
@@ -150,6 +164,7 @@ KINDS: Mapping[Kind, CodeKind] = {
         no_experts="a trellis has no layout for experts that transformers fuses",
         has_tiles=True,
         product="int8",
+        exported_as="int8",
         more_bytes=128 + 16,
     ),
 }
@@ -162,6 +177,7 @@ READERS: Mapping[str, str] = {
     "gptq": "runtime.formats.gptq",
     "awq": "runtime.formats.awq",
     "mxfp4": "runtime.formats.mxfp4",
+    "specpress-ternary": "runtime.formats.three_of_four",
     "specpress-trellis": "runtime.formats.trellis",
 }
 
@@ -216,6 +232,7 @@ SCHEMES: Mapping[str, NamedScheme] = {
         NamedScheme("int2", "int4", 2, "int8-group", _GROUPS, is_grid=True),
         NamedScheme("nf4", "nf4", 4, "int8-group", (64,)),
         NamedScheme("ternary", "ternary", 2, "int8-token"),
+        NamedScheme("ternary-1.25", "ternary-1.25", 2, "int8-token"),
         NamedScheme("fp8", "fp8", 8, "float"),
         NamedScheme("trellis-2", "trellis", 2, "int8-token"),
         NamedScheme("trellis-3", "trellis", 3, "int8-token"),
@@ -247,6 +264,8 @@ def stored_bytes(scheme: Scheme, outputs: int, inputs: int) -> int:
     if kind.has_tiles:
         outputs_stored, inputs_stored = -(-outputs // 16) * 16, -(-inputs // 16) * 16
         return outputs_stored * inputs_stored * scheme.bits // 8 + int(kind.scale_bytes * outputs) + kind.more_bytes
+    if kind.has_fours:
+        return outputs * -(-5 * -(-inputs // 4) // 8) + int(kind.scale_bytes * outputs) + kind.more_bytes
     codes = 4 * outputs * -(-inputs * scheme.bits // 32) if in_words else outputs * inputs * scheme.bits // 8
     zeros = 0 if scheme.symmetric else 4 * groups * -(-outputs * scheme.bits // 32)
     scales = int(kind.scale_bytes * (1 if kind.one_scale else outputs * groups))

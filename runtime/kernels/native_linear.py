@@ -96,8 +96,9 @@ def _packed(weight: PackedWeight, pool: Pool) -> NativeWeight:
     kind = weight.scheme.kind
     row = schemes.KINDS.get(kind)
     product = "" if row is None else row.product or kind
-    # Where rows were put in another order the levels alone are left: those of an int8 layer.
-    product = product if weight.tiles is None else kind
+    # Of a trellis whose rows were put in another order the levels alone are left: those of an int8 layer.
+    own = kind in KINDS and row is not None and (weight.tiles is not None or not row.has_tiles)
+    product = kind if own else product
     if row is None or product not in STEPS:
         raise ValueError(f"no native kernel for {kind} weights")
     if weight.planes and not row.has_planes:
@@ -180,6 +181,8 @@ def _lay_out_codes(weight: PackedWeight, struct: WeightsStruct, sums: Tensor | N
         if sound:
             return packed
     low, high = (int(v) for v in torch.aminmax(codes))
+    if kind.has_fours and low >= -1 and high <= 1:
+        raise ValueError(f"of every four {weight.scheme.kind} codes of a row exactly one must be 0, found others")
     shown = " or ".join(f"{first}..{last}" for first, last in kind.ranges)
     raise ValueError(f"{weight.scheme.kind} codes must lie in {shown}, found {low}..{high}")
 

@@ -185,7 +185,7 @@ def adapt(path: Path, config: Any, device: torch.device, through: Through = FLOA
     Raises UserError where a library that the format needs is not installed, or the weights do not load.
     """
     method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
-    if method == "specpress-trellis":
+    if method in ("specpress-ternary", "specpress-trellis"):
         import_module("runtime.formats.transformers")
     given: dict[str, Any] = {"dtype": getattr(torch, through.dtype)}
     if through.device_map is not None:

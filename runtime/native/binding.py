@@ -36,9 +36,10 @@ from runtime.native.structs import (
 
 # Fastest first; the numbers are those of api.cpp.
 PATHS = {"amx-int8": 6, "avx512-vnni": 0, "avx-vnni": 1, "avx2": 2, "neon-i8mm": 5, "neon-dotprod": 4, "portable": 3}
-KINDS = {"f32": 0, "bf16": 1, "int8": 2, "int4": 3, "nf4": 4, "ternary": 5, "nested": 6, "upper": 7, "trellis": 8}
-# Inputs that one 64-byte vector holds of each of its 16 outputs.
-STEPS = {"f32": 1, "bf16": 2, "int8": 4, "int4": 8, "nf4": 8, "ternary": 16, "nested": 8, "upper": 8, "trellis": 16}
+_KINDS = ("f32", "bf16", "int8", "int4", "nf4", "ternary", "nested", "upper", "trellis", "ternary-1.25")
+KINDS = {name: number for number, name in enumerate(_KINDS)}
+# Inputs that one 64-byte vector holds of each of its 16 outputs; of ternary-1.25 five together.
+STEPS = dict(zip(_KINDS, (1, 2, 4, 8, 8, 16, 8, 8, 16, 128), strict=True))
 BLOCK = 32
 # What a path lacks, where a bit of specpress_path is not set.
 _LACKS = {

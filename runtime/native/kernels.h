@@ -6,14 +6,14 @@
 namespace specpress {
 
 // NESTED is int8 in two planes of nibbles, of which UPPER reads the upper one alone: the draft's product (nested.cpp).
-enum Kind : int64_t { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, NF4 = 4, TERNARY = 5, NESTED = 6, UPPER = 7, TRELLIS = 8, KINDS = 9 };
+enum Kind : int64_t { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, NF4 = 4, TERNARY = 5, NESTED = 6, UPPER = 7, TRELLIS = 8, THREE_OF_FOUR = 9, KINDS = 10 };
 enum ScaleType : int64_t { SCALE_F32 = 0, SCALE_BF16 = 1, SCALE_F16 = 2 };
 
 constexpr int64_t BLOCK = 32;  // outputs of one small product
 
 // A linear layer, laid out in blocks of 32 outputs (pack.cpp). 64 bytes hold 16 outputs times 1 (f32), 2 (bf16),
 // 4 (int8), 8 (int4, nf4, a plane of nested) or 16 (ternary) inputs; two such vectors stand side by side. Of a trellis
-// two sequences do, of 16 outputs by 16 inputs each.
+// two sequences do, of 16 outputs by 16 inputs each; of three_of_four.h's patterns five vectors and then five.
 struct Weights {
     int64_t kind;
     int64_t outputs, inputs;

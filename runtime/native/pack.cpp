@@ -1,8 +1,10 @@
 // From rows of codes to the blocks that the kernels read (kernels.h says how 64 bytes are made up).
 #include "pack.h"
 
+#include "three_of_four.h"
 #include "trellis.h"
 
+#include <array>
 #include <atomic>
 #include <cstring>
 
@@ -17,6 +19,7 @@ int64_t step_of(int64_t kind) {
         case INT8: return 4;
         case TERNARY:
         case TRELLIS: return TRELLIS_TILE;
+        case THREE_OF_FOUR: return FOURS_INPUTS;
         default: return 8;
     }
 }
@@ -55,7 +58,7 @@ bool sound(const Weights& w, const uint8_t* codes, int64_t size) {
     if (w.kind == INT4 || w.kind == NF4) {
         const uint8_t turn = w.kind == INT4 ? static_cast<uint8_t>(w.zero) : 0;
         for (int64_t k = 0; k < size; k++) wrong |= static_cast<uint8_t>(codes[k] + turn) & 0xf0;
-    } else if (w.kind == TERNARY) {
+    } else if (w.kind == TERNARY || w.kind == THREE_OF_FOUR) {
         for (int64_t k = 0; k < size; k++) wrong |= static_cast<uint8_t>(codes[k] + 1) > 2;
     }
     return wrong == 0;
@@ -155,17 +158,82 @@ void pair_block(const Weights& w, const uint8_t* rows, int64_t block, uint8_t* c
         }
 }
 
+// Four codes as two bits each, the first lowest.
+uint32_t squeeze_four(const uint8_t* c) { return (word(c) & 0x03030303u) * 0x01041040u >> 24; }
+
+// The pattern of each four codes so squeezed; 255 of those that have none.
+constexpr uint8_t NO_PATTERN = 255;
+std::array<uint8_t, 256> all_patterns() {
+    std::array<uint8_t, 256> found;
+    found.fill(NO_PATTERN);
+    for (int pattern = 0; pattern < 32; pattern++) {
+        uint8_t four[4];
+        for (int place = 0; place < 4; place++) four[place] = static_cast<uint8_t>(weight_of_pattern(pattern, place));
+        found[squeeze_four(four)] = static_cast<uint8_t>(pattern);
+    }
+    return found;
+}
+
+// False: a code is not −1, 0 or 1, or of a four not exactly one is 0. Of a four that is cut short any one may be.
+bool pack_fours(const Weights& w, const uint8_t* rows, int64_t block, const std::array<uint8_t, 256>& patterns, uint8_t* codes) {
+    const int64_t steps = w.group / FOURS_INPUTS, half = 64 * FOURS_WORDS;
+    uint8_t wrong = 0;
+    bool all_sound = true;
+    for (int64_t g = 0; g < w.groups; g++) {
+        const int64_t from = g * w.group_inputs;
+        const int64_t size = w.inputs - from < w.group_inputs ? w.inputs - from : w.group_inputs;
+        for (int64_t o = 0; o < BLOCK; o++) {
+            const int64_t n = block * BLOCK + o;
+            const uint8_t* row = n < w.outputs ? rows + n * w.inputs + from : nullptr;
+            if (row) all_sound = sound(w, row, size) && all_sound;
+            uint8_t* to = codes + (block * w.groups + g) * steps * 2 * half + o / 16 * half + o % 16 * 4;
+            for (int64_t s = 0; s < steps; s++, to += 2 * half) {
+                uint32_t words[FOURS_WORDS] = {}, last[2] = {};
+                for (int64_t j = 0; j < FOURS_INPUTS / 4; j++) {
+                    const int64_t k = s * FOURS_INPUTS + 4 * j;
+                    // Inputs that do not exist are 0 whatever meets them.
+                    uint32_t pattern = 0;
+                    if (row && k + 4 <= size) {
+                        pattern = patterns[squeeze_four(row + k)];
+                    } else if (row && k < size) {
+                        uint8_t four[4];
+                        bool zero = false;
+                        for (int64_t i = 0; i < 4; i++) {
+                            four[i] = k + i < size ? row[k + i] : zero ? 1 : 0;
+                            zero = zero || four[i] == 0;
+                        }
+                        pattern = patterns[squeeze_four(four)];
+                    }
+                    wrong |= pattern == NO_PATTERN;
+                    if (j < 30)
+                        words[j / 6] |= (pattern & 31) << 5 * (j % 6);
+                    else
+                        last[j - 30] = pattern & 31;
+                }
+                for (int64_t i = 0; i < 2; i++) {
+                    words[3 * i] |= last[i] << 30, words[3 * i + 1] |= last[i] >> 2 << 30;
+                    words[2] |= last[i] >> 4 << (30 + i);
+                }
+                for (int64_t d = 0; d < FOURS_WORDS; d++) std::memcpy(to + 64 * d, words + d, 4);
+            }
+        }
+    }
+    return all_sound && !wrong;
+}
+
 }  // namespace
 
 int64_t packed_bytes(const Weights& w) {
     if (w.kind == TRELLIS) return blocks_of(w) * (w.group / TRELLIS_TILE) * 64 * w.bits;
     if (w.kind == NESTED) return 2 * plane_bytes(w);
+    if (w.kind == THREE_OF_FOUR) return blocks_of(w) * w.groups * (w.group / FOURS_INPUTS) * BLOCK * FOURS_WORDS * 4;
     return blocks_of(w) * w.groups * (w.group / step_of(w.kind)) * 128;
 }
 
 bool pack(Pool& pool, const Weights& w, const void* rows, uint8_t* codes, int32_t* sums, Rows stored) {
     const auto* bytes = static_cast<const uint8_t*>(rows);
     std::atomic<bool> all_sound{true};
+    const std::array<uint8_t, 256> patterns = all_patterns();
     pool.run(blocks_of(w), 1, [&](int, int64_t begin, int64_t end) {
         for (int64_t block = begin; block < end; block++) {
             bool sound = true;
@@ -181,6 +249,7 @@ bool pack(Pool& pool, const Weights& w, const void* rows, uint8_t* codes, int32_
                     pack_block<LOWER>(w, bytes, block, codes + plane_bytes(w), nullptr);
                     break;
                 case TRELLIS: pair_block(w, bytes, block, codes); break;
+                case THREE_OF_FOUR: sound = pack_fours(w, bytes, block, patterns, codes); break;
                 case TERNARY: sound = pack_block<TERNARY>(w, bytes, block, codes, nullptr); break;
                 default: pack_float_block(w, bytes, block, codes);
             }

@@ -15,6 +15,7 @@ void linear_ternary(const Weights&, const Inputs&, int64_t, int64_t, float*, int
 void linear_nested(const Weights&, const Inputs&, int64_t, int64_t, float*, int64_t, bool);
 void linear_upper(const Weights&, const Inputs&, int64_t, int64_t, float*, int64_t, bool);
 void linear_trellis(const Weights&, const Inputs&, int64_t, int64_t, float*, int64_t, bool);
+void linear_three_of_four(const Weights&, const Inputs&, int64_t, int64_t, float*, int64_t, bool);
 void quantize(const Weights&, const float*, int8_t*, float*, int32_t*, float*);
 #if defined(SPECPRESS_WORDS)
 void widen(const Weights&, const int8_t*, int16_t*, int32_t*);
@@ -50,7 +51,8 @@ void block_step(const BlockStep&);
 
 extern const Path path;
 const Path path = {
-    {linear_f32, linear_bf16, linear_int8, linear_int4, linear_nf4, linear_ternary, linear_nested, linear_upper, linear_trellis},
+    {linear_f32, linear_bf16, linear_int8, linear_int4, linear_nf4, linear_ternary, linear_nested, linear_upper, linear_trellis,
+     linear_three_of_four},
     quantize, widen, norm, layer_norm, gated, capped, sigmoid, decay, delta_step, mamba_steps, mamba_step, to_halves, from_halves, rotate, turn,
     remember, attend, attend_split, choose,
     attention_scratch, attention_part, tile_rows, largest, encode, dot, maxima, look, block_step, UNSIGNED_DOT,

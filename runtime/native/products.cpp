@@ -1,10 +1,13 @@
 #include "products.h"
 
+#include "three_of_four.h"
+
 namespace specpress {
 
 namespace {
 
 int64_t bytes_per_block(const Weights& w) {
+    if (w.kind == THREE_OF_FOUR) return w.groups * (w.group / FOURS_INPUTS) * BLOCK * FOURS_WORDS * 4;
     const int64_t bits = w.kind == F32 ? 32 : w.kind == BF16 ? 16 : w.kind == INT8 || w.kind == NESTED ? 8 : w.kind == TERNARY ? 2 : w.kind == TRELLIS ? w.bits : 4;
     return w.groups * w.group * BLOCK * bits / 8;
 }

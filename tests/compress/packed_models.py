@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from runtime import formats
 from runtime.checkpoints.open import open_checkpoint
-from runtime.formats import fp8, int4, int8, nf4, ternary
+from runtime.formats import fp8, int4, int8, nf4, ternary, three_of_four
 from runtime.formats.packed import PackedWeight
 
 SCHEMES = (
@@ -25,6 +25,7 @@ SCHEMES = (
     "int2-asymmetric",
     "nf4",
     "ternary",
+    "ternary-1.25",
 )
 
 
@@ -38,6 +39,8 @@ def pack(kind: str, weight: torch.Tensor) -> PackedWeight:
         return nf4.pack(weight)
     if kind == "ternary":
         return ternary.pack(weight)
+    if kind == "ternary-1.25":
+        return three_of_four.pack(weight)
     if kind == "fp8":
         return fp8.pack(weight)
     bits = {"int6": 6, "int4": 4, "int3": 3, "int2": 2}[kind.split("-")[0]]

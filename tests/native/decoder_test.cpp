@@ -343,7 +343,7 @@ void check(const NamedPath& path, const ModelShape& shape, Random& random, Pool&
 void projections(const NamedPath& path, Random& random, Pool& pool) {
     constexpr int64_t INPUTS = 77;
     Parts parts;
-    for (int64_t kind : {INT4, F32, INT8, INT4, BF16, NF4, INT8, TERNARY, INT4, NESTED, UPPER, TRELLIS}) {
+    for (int64_t kind : {INT4, F32, INT8, INT4, BF16, NF4, INT8, TERNARY, INT4, NESTED, UPPER, TRELLIS, THREE_OF_FOUR}) {
         LayerShape s = {kind, random.whole(1, 70), INPUTS};
         s.bias = true, s.zero = kind == INT4 ? 8 : 0, s.permuted = kind == INT4;
         if (kind == TRELLIS) s.bits = 3;

@@ -16,7 +16,7 @@ namespace {
 constexpr int8_t NF4_LEVELS[16] = {-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127};
 
 int64_t step_of(int64_t kind) {
-    const int64_t steps[KINDS] = {1, 2, 4, 8, 8, 16, 8, 8, 16};
+    const int64_t steps[KINDS] = {1, 2, 4, 8, 8, 16, 8, 8, 16, 128};
     return steps[kind];
 }
 
@@ -51,6 +51,15 @@ int8_t random_code(const LayerShape& s, Random& random) {
     }
 }
 
+// Codes of a row one after the other, one of every four 0. A last four that is cut short may be without.
+struct Fours {
+    int64_t zero = 0;
+    int8_t next(size_t k, Random& random) {
+        if (k % 4 == 0) zero = random.whole(0, 3);
+        return static_cast<int8_t>(static_cast<int64_t>(k % 4) == zero ? 0 : 1 - 2 * random.whole(0, 1));
+    }
+};
+
 }  // namespace
 
 TestLayer::TestLayer(const LayerShape& s, Random& random, Pool& pool) {
@@ -65,6 +74,7 @@ TestLayer::TestLayer(const LayerShape& s, Random& random, Pool& pool) {
     std::vector<uint8_t> rows(static_cast<size_t>(s.outputs * s.inputs * (s.kind == F32 ? 4 : s.kind == BF16 ? 2 : 1)));
     levels_.resize(static_cast<size_t>(s.outputs * s.inputs));
     if (s.kind == TRELLIS) rows = random_tiles(s, random);
+    Fours fours;
     for (size_t i = 0; i < levels_.size() && s.kind != TRELLIS; i++) {
         if (is_float()) {
             uint32_t raw = bits_of(random.real(-1.0f, 1.0f));
@@ -73,7 +83,7 @@ TestLayer::TestLayer(const LayerShape& s, Random& random, Pool& pool) {
             if (s.kind == BF16) raw >>= 16;
             std::memcpy(rows.data() + i * (s.kind == F32 ? 4 : 2), &raw, s.kind == F32 ? 4 : 2);
         } else {
-            const int8_t code = random_code(s, random);
+            const int8_t code = s.kind == THREE_OF_FOUR ? fours.next(i % static_cast<size_t>(s.inputs), random) : random_code(s, random);
             // The upper plane knows of 16 h + l only h, and takes 8 for l.
             levels_[i] = s.kind == NF4 ? NF4_LEVELS[code] : s.kind == UPPER ? std::floor(code / 16.0) * 16 + 8 : code;
             rows[i] = static_cast<uint8_t>(code);

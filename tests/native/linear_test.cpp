@@ -11,7 +11,9 @@ using namespace specpress;
 
 namespace {
 
-const char* const NAMES[KINDS] = {"f32", "bf16", "int8", "int4", "nf4", "ternary", "nested", "upper", "trellis"};
+const char* const NAMES[KINDS] = {"f32", "bf16", "int8", "int4", "nf4", "ternary", "nested", "upper", "trellis", "ternary-1.25"};
+// Formats whose layers have one scale a row.
+bool by_rows(int64_t kind) { return kind == TRELLIS || kind == THREE_OF_FOUR; }
 
 std::string describe(const NamedPath& path, const LayerShape& s, int64_t rows) {
     return path.name + " " + NAMES[s.kind] + " " + std::to_string(s.outputs) + "x" + std::to_string(s.inputs) + " groups of " +
@@ -64,13 +66,13 @@ std::vector<LayerShape> shapes_of(int64_t kind) {
             if ((kind == INT8 || kind >= NESTED) && turn % 5 == 2) s.input_scale = 0.01f;
             const int64_t groups[] = {0, 10, 32, 64, 128};
             // The float kinds have one group.
-            if (kind >= INT8 && kind != TRELLIS) s.group = groups[turn % 5];
+            if (kind >= INT8 && !by_rows(kind)) s.group = groups[turn % 5];
             if (kind == TRELLIS) s.bits = 2 + turn % 3;
             shapes.push_back(s);
             turn++;
         }
     for (int64_t group : {10, 32, 64, 128}) {
-        if (kind < INT8 || kind == TRELLIS) break;
+        if (kind < INT8 || by_rows(kind)) break;
         LayerShape s = {kind, 40, 300, group};
         s.scale_type = group % 3, s.zero = kind == INT4 && group != 32 ? 8 : 0, s.offset = s.zero == 0 && kind == INT4;
         shapes.push_back(s);
@@ -160,14 +162,14 @@ void test_linear(const NamedPath& path) {
         for (const LayerShape& shape : shapes_of(kind)) compare(path, shape, turn++ % 6, random, pool);
         LayerShape shape = {kind, 33, 72};
         if (kind == INT4) shape.offset = true;
-        if (kind >= INT8 && kind != TRELLIS) shape.group = 32;
+        if (kind >= INT8 && !by_rows(kind)) shape.group = 32;
         if (kind == TRELLIS) shape.bits = 2;
         for (int64_t rows = 0; rows <= 17; rows++) compare(path, shape, rows, random, pool);
         compare(path, shape, 70, random, pool);
         // Tiles: rows with a rest and without, parts of a long group, and lines of 64 inputs with nothing left over.
         for (int64_t inputs : {72, 1100, 1152})
             for (int64_t group : {inputs, int64_t{64}})
-                if (kind >= INT8 && ((kind != UPPER && kind != TRELLIS) || group == inputs)) {
+                if (kind >= INT8 && ((kind != UPPER && !by_rows(kind)) || group == inputs)) {
                     LayerShape wide = {kind, 70, inputs};
                     if (kind == TRELLIS) wide.bits = inputs == 72 ? 4 : 3;
                     wide.group = group;

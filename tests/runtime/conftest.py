@@ -18,7 +18,7 @@ from torch import Tensor
 
 from runtime import formats, native
 from runtime.contract import UNCALIBRATED, Cache, CacheScheme, Decoder, Out, Rows
-from runtime.formats import int4, int8, trellis
+from runtime.formats import int4, int8, three_of_four, trellis
 from runtime.formats.packed import PackedWeight, Scheme, Tiles
 from runtime.formats.schemes import KINDS
 
@@ -243,6 +243,8 @@ def packed_weight(
     g = torch.Generator().manual_seed(seed)
     if kind == "trellis":
         return _trellis_weight(n, k, bits or 3, bias, g)
+    if kind == "ternary-1.25":
+        return _fours_weight(n, k, bias, g)
     bits = bits or {"int8": 8, "int6": 6, "ternary": 2}.get(kind, 4)
     half = 1 << bits - 1
     int4 = (0, 16) if unsigned else (-half, half)
@@ -273,6 +275,17 @@ def _trellis_weight(n: int, k: int, bits: int, bias: bool, g: torch.Generator) -
         torch.rand(n, 1, generator=g) * 0.02 + 0.001,
         bias=torch.randn(n, generator=g) if bias else None,
         tiles=Tiles(tiles, levels),
+    )
+
+
+def _fours_weight(n: int, k: int, bias: bool, g: torch.Generator) -> PackedWeight:
+    """Random patterns; of a last four that is cut short the 0 may be beyond the end."""
+    patterns = torch.randint(0, 32, (n, -(-k // 4)), generator=g, dtype=torch.uint8)
+    return PackedWeight(
+        three_of_four.scheme(),
+        three_of_four.decode(patterns, k),
+        torch.rand(n, 1, generator=g) * 0.02 + 0.001,
+        bias=torch.randn(n, generator=g) if bias else None,
     )
 
 

@@ -26,7 +26,8 @@ class Facts:
 
     name         what clients call the model.
     method       its `quant_method`; None: plain weights (a cache's scheme does not count).
-    kinds        of its packed layers: int8, int6 (also int5), int4 (also int3 and int2), nf4, ternary, fp8.
+    kinds        of its packed layers: int8, int6 (also int5), int4 (also int3 and int2), nf4, ternary, ternary-1.25,
+                 trellis, fp8
     bits         of its packed layers, ascending.
     group        inputs that share a scale; 0: one per row, or nothing is packed.
     activations  whether inputs are rounded, too: dynamic, static, or none.
@@ -146,6 +147,8 @@ def packed(quantization: Mapping[str, Any]) -> dict[str, Any]:
         return {"method": method, "kinds": frozenset({kind}), "bits": (bits,)}
     if method == "bitnet":
         return {"method": method, "kinds": frozenset({"ternary"}), "bits": (2,), "activations": "dynamic"}
+    if method == "specpress-ternary":
+        return {"method": method, "kinds": frozenset({"ternary-1.25"}), "bits": (2,), "activations": "dynamic"}
     if method == "specpress-trellis":
         found = tuple(sorted(set((quantization.get("bits") or {}).values())))
         return {"method": method, "kinds": frozenset({"trellis"}), "bits": found, "activations": "dynamic"}

@@ -68,7 +68,7 @@ def contents(facts: Facts) -> str:
     elif "fp8" in facts.kinds:
         text = " and ".join(sorted(facts.kinds))
     else:
-        text = "ternary weights" if "ternary" in facts.kinds else "nf4"
+        text = "nf4" if facts.kinds == {"nf4"} else f"{' and '.join(sorted(facts.kinds))} weights"
     details = told(
         facts.method,
         facts.group and f"in groups of {facts.group}",

@@ -42,7 +42,7 @@ def write(source: Path, out: Path, form: str) -> Path:
     if form == "plain":
         shutil.copytree(source, out)
         return out
-    if form in ("fp8", "int4", "int4-asymmetric", "int8", "nf4", "ternary"):
+    if form in ("fp8", "int4", "int4-asymmetric", "int8", "nf4", "ternary", "ternary-1.25"):
         return write_packed(source, out, form)
     if form == "gguf":
         out.mkdir()

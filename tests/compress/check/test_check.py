@@ -155,7 +155,7 @@ def test_draft_heads_are_carried_or_lost(tiny: Tiny, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("form", ["gptq", "awq", "nf4", "int8", "ternary"])
+@pytest.mark.parametrize("form", ["gptq", "awq", "nf4", "int8", "ternary", "ternary-1.25"])
 def test_alone_a_sound_model_gives_no_alarm(tiny: Tiny, tmp_path: Path, form: str) -> None:
     folder = planted.write(tiny("llama"), tmp_path / form, form)
     result = check(folder)
@@ -166,6 +166,7 @@ def test_alone_a_sound_model_gives_no_alarm(tiny: Tiny, tmp_path: Path, form: st
         "nf4": "weight.absmax",
         "int8": "weight_scale",
         "ternary": "weight_scale",
+        "ternary-1.25": "weight_patterns",
     }
     planted.change(folder, lambda t: t.pop(f"{planted.UP}.{part[form]}"))
     assert check(folder).level == "broken"

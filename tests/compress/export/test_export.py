@@ -26,7 +26,7 @@ from runtime import formats, load
 from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.open import open_checkpoint
 from runtime.contract import Rows
-from runtime.formats import fp8, int4, int8, nf4, ternary
+from runtime.formats import fp8, int4, int8, nf4, ternary, three_of_four
 from runtime.formats.packed import PackedWeight
 from runtime.formats.schemes import KINDS
 
@@ -57,6 +57,7 @@ PACKS: dict[str, Pack] = {
     "two widths": lambda name, w: int8.pack(w) if "down" in name else int4.pack(w, 32),
     "nf4": lambda name, w: nf4.pack(w),
     "ternary": lambda name, w: ternary.pack(w),
+    "ternary-1.25": lambda name, w: three_of_four.pack(w),
     "fp8": lambda name, w: fp8.pack(w),
 }
 
@@ -142,6 +143,7 @@ def made(name: str, model: Path, out: Path) -> tuple[Exported, Checkpoint]:
         ("two widths", ("gptq", "compressed-tensors")),
         ("nf4", ("bitsandbytes",)),
         ("ternary", ("bitnet",)),
+        ("ternary-1.25", INTEGERS),
     ],
 )
 def test_what_a_form_can_hold_is_repacked(
@@ -186,6 +188,8 @@ def test_what_a_form_cannot_hold_is_rounded_and_measured(
         ("nf4", "awq", "found nf4"),
         ("nf4", "compressed-tensors", "found nf4"),
         ("ternary", "bitsandbytes", "export to bitnet"),
+        ("ternary-1.25", "bitsandbytes", "no ternary format.*export to gguf"),
+        ("ternary-1.25", "bitnet", "has one scale a layer, found ternary-1.25"),
         ("int4", "bitnet", "found int4, which rounding to three values would ruin"),
     ],
 )

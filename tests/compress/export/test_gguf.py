@@ -21,7 +21,7 @@ from runtime.checkpoints.gguf.checkpoint import GgufCheckpoint, open_gguf
 from runtime.checkpoints.open import open_checkpoint
 from runtime.contract import Rows
 from runtime.errors import UserError as RuntimeUserError
-from runtime.formats import int4, int8, nf4, ternary
+from runtime.formats import int4, int8, nf4, ternary, three_of_four
 from runtime.formats.packed import PackedWeight, Scheme
 
 gguf = pytest.importorskip("gguf")
@@ -210,6 +210,7 @@ FORMS: dict[str, tuple[Callable[[Tensor], PackedWeight], str, bool]] = {
     "int8 static": (lambda w: int8.pack(w.bfloat16(), input_scale=0.05), "Q8_0", True),
     "nf4": (lambda w: nf4.pack(w.bfloat16()), "Q8_0", False),
     "ternary": (lambda w: ternary.pack(w.bfloat16()), "Q4_0", False),
+    "ternary-1.25": (lambda w: three_of_four.pack(w.bfloat16()), "Q4_0", True),
 }
 
 

@@ -15,9 +15,9 @@ from compress.qat.layers import (
     input_steps,
     pack_ternary,
     round_inputs,
-    weight_codes,
+    rounded_codes,
 )
-from runtime.formats import dequantize, ternary
+from runtime.formats import dequantize, ternary, three_of_four
 from runtime.kernels.reference import packed_linear, quantize_rows
 
 
@@ -45,6 +45,26 @@ def test_ternary_weights_are_the_formats_to_the_bit(
     assert torch.equal(absmean(weight, scale_dtype), ternary.storable(mean, scale_dtype))
 
 
+@given(
+    outputs=st.integers(1, 9),
+    inputs=st.integers(1, 70),
+    power=st.floats(-4, 4),
+    stored=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=60, deadline=None)
+def test_three_of_four_weights_are_the_formats_to_the_bit(
+    outputs: int, inputs: int, power: float, stored: torch.dtype, seed: int
+) -> None:
+    weight = random(outputs, inputs, seed=seed) * 10**power
+    weight[0] = 0
+    scale_dtype = torch.float16 if stored == torch.float16 else torch.bfloat16
+    made, theirs = pack_ternary(weight, "ternary-1.25", stored), three_of_four.pack(weight, scale_dtype=scale_dtype)
+    assert made.scheme == theirs.scheme
+    assert torch.equal(made.codes, theirs.codes) and torch.equal(made.scale, theirs.scale)
+    assert "x.weight_patterns" in three_of_four.to_tensors(made, "x", stored)
+
+
 def test_binary_weights_are_signs_about_the_mean_and_fit_the_same_file() -> None:
     weight = random(16, 24) + 0.02
     made = pack_ternary(weight, "binary", torch.bfloat16)
@@ -57,7 +77,7 @@ def test_binary_weights_are_signs_about_the_mean_and_fit_the_same_file() -> None
     assert (pack_ternary(torch.full((4, 8), 0.3), "binary", torch.bfloat16).codes == -1).all()
 
 
-@pytest.mark.parametrize("codes", ["ternary", "binary"])
+@pytest.mark.parametrize("codes", ["ternary", "ternary-1.25", "binary"])
 @pytest.mark.parametrize("biased", [True, False])
 def test_a_trained_layer_computes_what_the_kernel_does_with_its_packed_form(codes: Codes, biased: bool) -> None:
     layer = BitLinear(96, 32, biased, codes=codes)
@@ -95,27 +115,29 @@ def test_autocast_keeps_codes_exact() -> None:
     assert torch.allclose(half.float(), exact, rtol=2**-7, atol=1e-6)
 
 
-def test_gradients_pass_the_rounding() -> None:
+@pytest.mark.parametrize("codes", ["ternary", "ternary-1.25"])
+def test_gradients_pass_the_rounding(codes: Codes) -> None:
     weight, x = random(8, 12).requires_grad_(), random(5, 12, seed=1, spread=1.0).requires_grad_()
     above = random(5, 8, seed=2, spread=1.0)
-    bit_linear(x, weight, None, "ternary", torch.bfloat16, 1.0).backward(above)
-    rounded = dequantize(pack_ternary(weight.detach(), "ternary", torch.bfloat16))
+    bit_linear(x, weight, None, codes, torch.bfloat16, 1.0).backward(above)
+    rounded = dequantize(pack_ternary(weight.detach(), codes, torch.bfloat16))
     assert x.grad is not None and weight.grad is not None
     # As if the layer were y = q(x) q(W)ᵀ with dq/dx = 1.
     assert torch.allclose(x.grad, above @ rounded, atol=1e-6)
     assert torch.allclose(weight.grad, above.T @ round_inputs(x.detach()), atol=1e-5)
 
 
-def test_lambda_goes_from_the_float_layer_to_the_rounded_one() -> None:
+@pytest.mark.parametrize("codes", ["ternary", "ternary-1.25"])
+def test_lambda_goes_from_the_float_layer_to_the_rounded_one(codes: Codes) -> None:
     weight, x = random(8, 12), random(5, 12, seed=1, spread=1.0)
     plain = torch.nn.functional.linear(x, weight)
 
     def at(share: float) -> Tensor:
-        return bit_linear(x, weight, None, "ternary", torch.bfloat16, share)
+        return bit_linear(x, weight, None, codes, torch.bfloat16, share)
 
     assert torch.allclose(at(0.0), plain, atol=1e-6)
-    scale = absmean(weight, torch.bfloat16)
-    half = (weight + weight_codes(weight, scale, "ternary") * scale) / 2
+    found, scale = rounded_codes(weight, codes, torch.bfloat16)
+    half = (weight + found * scale) / 2
     assert torch.allclose(at(0.5), (x + round_inputs(x)) / 2 @ half.T, atol=1e-6)
     assert not torch.allclose(at(1.0), plain, atol=1e-2)
 

@@ -92,6 +92,7 @@ def converted(folder: Path, stage: Ternary | Qat) -> RoundedModel:
 
 STAGES: dict[str, Ternary | Qat] = {
     "ternary": Ternary(),
+    "ternary-1.25": Ternary(weights="ternary-1.25"),
     "binary": Ternary(weights="binary"),
     "int8": Qat(scheme="int8-dynamic"),
     "int4": Qat(scheme="int4", group_size=32),
@@ -118,6 +119,9 @@ def test_the_packed_directory_computes_what_the_converted_model_does(
     assert all(0 < record.error < 1.1 for record in records)
     if name in ("ternary", "binary"):
         assert all(8 * record.stored_bytes / record.weights < 2.01 for record in records)
+    if name == "ternary-1.25":
+        # 1.25, 16 bits an output and 16 bytes a layer; rows have 64 inputs and more.
+        assert all(1.25 < 8 * record.stored_bytes / record.weights < 1.6 for record in records)
 
 
 def test_transformers_loads_the_packed_model_and_agrees(tiny: Tiny, tmp_path: Path, eager: None) -> None:

@@ -39,6 +39,7 @@ def test_built_in_recipes_say_when_to_choose_them() -> None:
         *("nf4", "int8-dynamic", "int4-rtn", "int8-static", "int8-smoothquant", "int4-gptq", "int4-awq", "int3-gptq"),
         *("mixed-4.5bit", "wanda-50", "sparsegpt-2of4", "sparsegpt-2of4-int4", "width-25", "depth-25"),
         *("kv-int8", "kv-int4", "kv-int4-rotated", "kv-int3-rotated", "ternary-rtn", "fp8"),
+        *("ternary", "ternary-1.25"),
     }
     for recipe in recipes:
         assert 20 < len(recipe.about) <= 120
@@ -90,8 +91,8 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
         ),
         (
             "stages:\n  - quantize: {scheme: nf5}\n",
-            "expected int8-dynamic, int8-static, int6, int5, int4, int3, int2, nf4, ternary, fp8, trellis-2, "
-            "trellis-3 or trellis-4, found 'nf5': did you mean nf4",
+            "expected int8-dynamic, int8-static, int6, int5, int4, int3, int2, nf4, ternary, ternary-1.25, fp8, "
+            "trellis-2, trellis-3 or trellis-4, found 'nf5': did you mean nf4",
         ),
         (
             "stages:\n  - quantize: {scheme: int4, group_size: 100}\n",

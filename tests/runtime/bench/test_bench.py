@@ -166,7 +166,7 @@ def test_copies_lie_in_memory_of_their_own() -> None:
 def test_bytes_of_a_forward() -> None:
     weights = sum(layer.outputs * layer.inputs * layer.count for layer in layers("pair", "bf16", "keep"))
     expected = {
-        "auto": {"f32": 4, "bf16": 2, "int8": 1, "int4": 0.5, "nf4": 0.5, "ternary": 0.25},
+        "auto": {"f32": 4, "bf16": 2, "int8": 1, "int4": 0.5, "nf4": 0.5, "ternary": 0.25, "ternary-1.25": 0.16},
         "plain-torch": {"f32": 4},
     }
     for kernels, sizes in expected.items():

@@ -55,6 +55,10 @@ CASES: dict[str, dict[str, Any]] = {
     "nf4 odd": {"kind": "nf4", "n": 17, "k": 75, "group": 25, "bias": True},
     "ternary": {"kind": "ternary", "n": 96, "k": 256},
     "ternary odd": {"kind": "ternary", "n": 35, "k": 121, "bias": True},
+    "ternary-1.25": {"kind": "ternary-1.25", "n": 96, "k": 256},
+    "ternary-1.25 odd": {"kind": "ternary-1.25", "n": 35, "k": 121, "bias": True},
+    "ternary-1.25 of few inputs": {"kind": "ternary-1.25", "n": 17, "k": 3, "bias": True},
+    "ternary-1.25 of whole tiles": {"kind": "ternary-1.25", "n": 49, "k": 1152},
     "trellis of 2 bits": {"kind": "trellis", "bits": 2, "n": 96, "k": 256},
     "trellis of 3 bits": {"kind": "trellis", "bits": 3, "n": 96, "k": 256, "bias": True},
     "trellis of 4 bits": {"kind": "trellis", "bits": 4, "n": 96, "k": 256},
@@ -368,10 +372,12 @@ def test_malformed_weights_are_refused_before_any_pointer_is_taken(packed: Packe
         ("nf4", -1, "nf4 codes must lie in 0..15, found -1..15"),
         ("ternary", 2, "ternary codes must lie in -1..1, found -1..2"),
         ("ternary", -2, "ternary codes must lie in -1..1, found -2..1"),
+        ("ternary-1.25", 2, "ternary-1.25 codes must lie in -1..1, found -1..2"),
+        ("ternary-1.25", -3, "ternary-1.25 codes must lie in -1..1, found -3..1"),
     ],
 )
 def test_codes_out_of_range_are_refused(native_path: str, packed: Packed, kind: str, code: int, message: str) -> None:
-    group = 0 if kind == "ternary" else 32
+    group = 0 if kind.startswith("ternary") else 32
     # In whole vectors of codes and behind them, in whole blocks of outputs and behind them.
     for n, k, at in ((40, 64, (3, 5)), (40, 64, (39, 63)), (33, 77, (32, 76)), (1000, 96, (500, 40))):
         weight = packed(kind, n, k, group)
@@ -379,6 +385,18 @@ def test_codes_out_of_range_are_refused(native_path: str, packed: Packed, kind: 
         codes = weight.codes.clone()
         codes[at] = code
         with pytest.raises(ValueError, match=re.escape(message)):
+            on(native_path, replace(weight, codes=codes), threads=2)
+
+
+@pytest.mark.parametrize("code", [-1, 0, 1])
+def test_fours_without_exactly_one_zero_are_refused(native_path: str, packed: Packed, code: int) -> None:
+    # In whole steps of 128 inputs and behind them, in whole blocks of outputs and behind them.
+    for n, k, row, four in ((40, 256, 3, 5), (40, 256, 39, 63), (33, 141, 32, 34), (5, 20, 4, 0)):
+        weight = packed("ternary-1.25", n, k)
+        on(native_path, weight)
+        codes = weight.codes.clone()
+        codes[row, 4 * four : 4 * four + 4] = code
+        with pytest.raises(ValueError, match=r"of every four ternary-1\.25 codes of a row exactly one must be 0"):
             on(native_path, replace(weight, codes=codes), threads=2)
 
 
@@ -420,6 +438,15 @@ def test_sums_of_16_bits_hold_the_largest_codes(native_path: str, packed: Packed
     options = {"unsigned": True, "offset": True} if kind == "int4" else {}
     weight = packed(kind, 40, 1100, **options)
     weight = replace(weight, codes=torch.full_like(weight.codes, code))
+    for rows in (1, 2, 3, 5):
+        for sign in (1.0, -1.0):
+            x = torch.full((rows, 1100), sign)
+            assert torch.equal(on(native_path, weight)(x), packed_linear(weight)(x))
+
+
+def test_sums_of_16_bits_hold_the_fullest_fours(native_path: str, packed: Packed) -> None:
+    weight = packed("ternary-1.25", 40, 1100)
+    weight = replace(weight, codes=weight.codes.abs())
     for rows in (1, 2, 3, 5):
         for sign in (1.0, -1.0):
             x = torch.full((rows, 1100), sign)

@@ -23,7 +23,7 @@ Text = Callable[..., Tensor]
 Whole = Callable[..., Tensor]
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "mixtral", "qwen3_moe")
-PACKED = ("int8", "int4", "nf4", "ternary", "int8 static", "int4 zero points", "int4 order", "mixed")
+PACKED = ("int8", "int4", "nf4", "ternary", "ternary-1.25", "int8 static", "int4 zero points", "int4 order", "mixed")
 KINDS: tuple[CacheKind, ...] = ("float32", "int8", "int4", "int3")
 
 

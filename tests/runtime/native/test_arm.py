@@ -37,7 +37,7 @@ int main(int, char** arguments) {
 NEON = ("neon_i8mm", "neon_dotprod")
 # What is computed: all of it has the same bits on every path.
 SUBJECTS = ["attention0", "attention1", "attention2", "bf16", "choose", "decoder", "f32", "gated", "int4", "int8"]
-SUBJECTS += ["nested", "nf4", "noise", "norm", "quantize", "remember", "rotate", "ternary", "upper"]
+SUBJECTS += ["nested", "nf4", "noise", "norm", "quantize", "remember", "rotate", "ternary", "ternary-1.25", "upper"]
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ CASES = {
     "nf4": ("nf4", 37, 192, 64, {"bias": True}),
     "ternary": ("ternary", 37, 300, 0, {}),
     "ternary groups": ("ternary", 37, 600, 256, {}),
+    "ternary-1.25": ("ternary-1.25", 37, 302, 0, {}),
     "planes": ("int8", 37, 200, 0, {"planes": True, "bias": True}),
     "planes in groups": ("int8", 37, 200, 64, {"planes": True}),
 }
