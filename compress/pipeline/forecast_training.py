@@ -122,16 +122,19 @@ def with_training(need: Forecast, recipe: Recipe, sizes: Sizes) -> Forecast:
     A budget in minutes says itself how long it takes; one in tokens takes as many floating-point operations as the
     passes through what is trained and its teacher.
     """
-    shares = [(stage.trained, _share(stage.trained, sizes)) for stage in recipe.stages if stage.trained is not None]
-    if not shares:
+    stages = {stage.kind: stage.trained for stage in recipe.stages if stage.trained is not None}
+    if not stages:
         return need
-    minutes = sum(stage.training.minutes or 0 for stage, _ in shares)
-    flops = sum(share.flops * (stage.training.tokens or 0) for stage, share in shares)
-    memory = int(max(share.memory for _, share in shares)) + resident()
+    shares = {kind: _share(stage, sizes) for kind, stage in stages.items()}
+    minutes = sum(stage.training.minutes or 0 for stage in stages.values())
+    flops = sum(shares[kind].flops * (stage.training.tokens or 0) for kind, stage in stages.items())
+    largest = max(shares, key=lambda kind: shares[kind].memory)
+    memory = int(shares[largest].memory) + resident()
     # A stage's checkpoints are removed when it is done.
-    disk = int(max(share.work for _, share in shares) + sum(share.out for _, share in shares))
+    disk = int(max(share.work for share in shares.values()) + sum(share.out for share in shares.values()))
     seconds = 60 * minutes + compute_seconds(flops)
-    return replace(need, memory=max(need.memory, memory), disk=need.disk + disk, training=seconds)
+    need = replace(need, disk=need.disk + disk, training=seconds)
+    return need if need.memory >= memory else replace(need, memory=memory, largest=largest)
 
 
 def _share(stage: TrainingStage, sizes: Sizes) -> Share:
@@ -220,4 +223,8 @@ def _of_blocks(stage: BlockDraft, sizes: Sizes) -> Share:
 def _batch(stage: TrainingStage, student: Size, sizes: Sizes) -> int:
     """Bytes of what a batch leaves until its gradient is known, or an evaluation: inputs of matrices, and logits."""
     tokens = max(stage.training.batch * stage.training.length, AT_ONCE)
-    return tokens * _FLOAT * (_ACTIVATION_COPIES * student.inputs + _LOGITS_COPIES * sizes.rows)
+    inputs = _ACTIVATION_COPIES * student.inputs
+    if getattr(stage, "gradient_checkpointing", False):
+        # What goes into each block is kept, and all else of one block at a time.
+        inputs = _ACTIVATION_COPIES * (sizes.around.inputs + sizes.block.inputs) + sizes.blocks * sizes.width
+    return tokens * _FLOAT * (inputs + _LOGITS_COPIES * sizes.rows)
