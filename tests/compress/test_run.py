@@ -105,6 +105,7 @@ def test_one_drafter_with_one_draft_length_on_prompts_of_ones_own(
         (["--drafter", "lookup+medusa"], "--drafter lookup+medusa needs a recipe with a medusa stage"),
         (["--drafter", "nested"], "--drafter nested needs a recipe with int8 weights"),
         (["--drafter", "guess"], "--drafter: expected one of none, model, tree,"),
+        (["--drafter", "lokup"], "found 'lokup': did you mean lookup?"),
         (["--prompts", "no.jsonl"], "--prompts: no.jsonl cannot be read"),
     ],
 )
