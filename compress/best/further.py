@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from compress.errors import USER_ERRORS, UserError
-from compress.pipeline.forecast import available, resident
+from compress.pipeline.forecast import available, resident, shown
 from compress.pipeline.inputs import RunInputs
 from compress.pipeline.needs import forecast_recipe
 from compress.recipe import Recipe
@@ -69,7 +69,7 @@ def _tried(inputs: RunInputs, winner: Recipe, file: str, does: str, change: Call
     memory = with_stage.memory - resident()
     free = available()
     if free is not None and with_stage.memory > free:
-        return Further(file, does, why=f"it takes {memory / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free")
+        return Further(file, does, why=f"it takes {shown(memory)} of memory, and {shown(free)} are free")
     seconds = with_stage.seconds + with_stage.training - plain.seconds
     return Further(file, does, recipe.to_yaml(), "", max(seconds, 0.0), memory, _untied_bytes(inputs, recipe))
 

@@ -190,7 +190,7 @@ def _further(one: Data) -> tuple[str, str]:
     more = f", and the model grows by {megabytes(one['disk'])}" if one["disk"] else ""
     # To the minute: it is a forecast.
     minutes = max(round(one["seconds"] / 60), 1)
-    return one["does"], f"{one['file']}: about {minutes} min more and {one['memory'] / 1e9:.1f} GB of memory{more}"
+    return one["does"], f"{one['file']}: about {minutes} min more and {megabytes(one['memory'])} of memory{more}"
 
 
 def _about(about: Data, cache: str) -> Sequence[tuple[str, str]]:

@@ -74,7 +74,7 @@ class Forecast:
         where = "" if not self.held else ", activations in a file" if mapped else ", activations in memory"
         memory = self.memory + (0 if mapped else self.held)
         return (
-            f"forecast: {_shown(memory)} of memory{where}, {_shown(self.disk)} of disk while it works, "
+            f"forecast: {shown(memory)} of memory{where}, {shown(self.disk)} of disk while it works, "
             f"about {_time(self.seconds)} for the weights"
             + (f" and {_time(self.training)} of training" if self.training else "")
         )
@@ -173,7 +173,7 @@ def check(need: Forecast, folder: Path, budget: int | None) -> bool:
         given = "--memory-budget allows" if budget is not None else "are free"
         where = f" for its stage {need.largest}" if need.largest else ""
         raise UserError(
-            f"this run needs about {_shown(need.memory)} of memory{where} and {_shown(have)} {given}: "
+            f"this run needs about {shown(need.memory)} of memory{where} and {shown(have)} {given}: "
             f"{'raise it' if budget is not None else 'free some'}, {_SMALLER.get(need.largest, _SMALLER[''])}, or take "
             "a smaller model"
         )
@@ -182,7 +182,7 @@ def check(need: Forecast, folder: Path, budget: int | None) -> bool:
     free = shutil.disk_usage(there).free + used
     if need.disk > free:
         raise UserError(
-            f"{folder}: this run needs about {_shown(need.disk)} of disk while it works, and {_shown(free)} are "
+            f"{folder}: this run needs about {shown(need.disk)} of disk while it works, and {shown(free)} are "
             "free: free some or choose another place with --out"
         )
     return have is not None and need.memory + need.held > have
@@ -288,7 +288,8 @@ def _shortest(work: Callable[[], object]) -> float:
     return max(min(timeit.repeat(work, number=1, repeat=_TRIES)), 1e-9)
 
 
-def _shown(size: float) -> str:
+def shown(size: float) -> str:
+    """Bytes for people."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 

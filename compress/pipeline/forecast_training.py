@@ -221,10 +221,13 @@ def _of_blocks(stage: BlockDraft, sizes: Sizes) -> Share:
 
 
 def _batch(stage: TrainingStage, student: Size, sizes: Sizes) -> int:
-    """Bytes of what a batch leaves until its gradient is known, or an evaluation: inputs of matrices, and logits."""
-    tokens = max(stage.training.batch * stage.training.length, AT_ONCE)
+    """Bytes of what a batch leaves until its gradient is known: inputs of matrices, and logits. An evaluation, which
+    keeps no inputs but its block's, may leave more."""
+    of_block = _ACTIVATION_COPIES * (sizes.around.inputs + sizes.block.inputs)
     inputs = _ACTIVATION_COPIES * student.inputs
     if getattr(stage, "gradient_checkpointing", False):
         # What goes into each block is kept, and all else of one block at a time.
-        inputs = _ACTIVATION_COPIES * (sizes.around.inputs + sizes.block.inputs) + sizes.blocks * sizes.width
-    return tokens * _FLOAT * (inputs + _LOGITS_COPIES * sizes.rows)
+        inputs = of_block + sizes.blocks * sizes.width
+    logits = _LOGITS_COPIES * sizes.rows
+    trained = stage.training.batch * stage.training.length * (inputs + logits)
+    return _FLOAT * max(trained, max(AT_ONCE, stage.training.length) * (of_block + logits))
