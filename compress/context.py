@@ -4,7 +4,6 @@ A new option is a field here, with its range, a parameter of the command (compre
 """
 
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,6 +116,7 @@ class RunContext:
         from compress.recipe.training import LEAST_MINUTES, MOST_MINUTES
         from runtime.devices import resolve
         from runtime.errors import UserError as RuntimeFloorError
+        from runtime.errors import meant
 
         for one in fields(self):
             value = getattr(self, one.name)
@@ -128,8 +128,7 @@ class RunContext:
                 raise UserError(f"{option}: expected a whole number from {least} to {most}, found {value}: correct it")
         check_exports(self.export)
         if self.drafter is not None and self.drafter not in TIMED:
-            near = get_close_matches(self.drafter, TIMED, n=1)
-            hint = f"did you mean {near[0]}?" if near else "correct it"
+            hint = meant(self.drafter, TIMED, "correct it")
             raise UserError(f"--drafter: expected one of {', '.join(TIMED)}, found {self.drafter!r}: {hint}")
         if self.baselines not in BASELINES:
             raise UserError(f"--baselines: expected {', '.join(BASELINES)}, found {self.baselines!r}: correct it")

@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Sequence
-from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from runtime.cli import without_traceback
-from runtime.errors import UserError
+from runtime.errors import UserError, meant
 
 if TYPE_CHECKING:
     from runtime.contract import Decoder
@@ -46,11 +45,10 @@ def drafter_name(name: str | None) -> str | None:
     unknown = None if name is None or name in _ALONE else next((p for p in _parts(name) if p not in _DRAFTERS), None)
     if unknown is None:
         return name
-    near = get_close_matches(unknown, (*_ALONE, *_DRAFTERS), n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    known = (*_ALONE, *_DRAFTERS)
     raise typer.BadParameter(
-        f"expected {', '.join((*_ALONE, *_DRAFTERS))}, or several such as lookup+model or lookup,model, found "
-        f"{unknown!r}{hint}"
+        f"expected {', '.join(known)}, or several such as lookup+model or lookup,model, found {unknown!r}: "
+        f"{meant(unknown, known, 'correct it')}"
     )
 
 

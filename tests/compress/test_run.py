@@ -176,7 +176,7 @@ def test_help_imports_nothing_heavy() -> None:
     ("words", "sentence"),
     [
         ([], "int4-rtn, int8-dynamic, int8-medusa, int8-smoothquant, int8-static,"),
-        (["--recipe", "nf5"], "did you mean 'nf4'"),
+        (["--recipe", "nf5"], "did you mean nf4?"),
         (["--recipe", "no/such.yaml"], "expected a YAML file, found none"),
         (["--recipe", "nf4", "--memory-budget", "lots"], "--memory-budget: expected a size such as 4GB or 512MiB"),
         (["--recipe", "nf4", "--samples", "0"], "--samples: expected a whole number from 1"),
