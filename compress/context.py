@@ -23,10 +23,8 @@ def _number(default: int | None, least: int, most: int) -> Any:
 # γ of what is timed beside the report's own drafters, transformers' assistant and exports, where none is asked for.
 FIXED_DRAFT_LENGTH = 4
 # Drafters whose speed a report can have, by their names.
-_SINGLE = ("none", "model", "tree", "lookup", "suffix", "nested", "medusa", "block")
-_PUBLISHED = ("eagle3", "peagle", "dflash", "dspark", "mtp")
-_SEVERAL = ("lookup+model", "suffix+model", "lookup+medusa", "lookup+block", "auto")
-TIMED = (*_SINGLE, *_PUBLISHED, *_SEVERAL)
+_SINGLE = ("none", "model", "tree", "lookup", "suffix", "nested", "medusa", "block", "mtp")
+TIMED = (*_SINGLE, "lookup+model", "suffix+model", "lookup+medusa", "lookup+block")
 # Rows of compress/report/baselines.py, of which the ones after the first take a minute together.
 BASELINES = {"none": 0, "eager": 1, "all": 3}
 

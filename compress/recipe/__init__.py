@@ -225,6 +225,15 @@ def built_in() -> list[Recipe]:
     return [Recipe.load(path) for path in sorted(_BUILT_IN.glob("*.yaml"), key=lambda path: path.stem)]
 
 
+def text_of(name: str) -> str:
+    """A recipe's file as it stands, comments included. Raises UserError for an unknown name and an unreadable file."""
+    path = _find(name, Path())
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{_show(path)} cannot be read ({error}): check the file") from error
+
+
 def _find(name: str, base: Path) -> Path:
     """The file that a name or a path (relative to `base`) stands for."""
     if not name.endswith(_SUFFIXES) and "/" not in name:

@@ -104,8 +104,13 @@ def test_one_drafter_with_one_draft_length_on_prompts_of_ones_own(
         (["--drafter", "model"], "--drafter model needs a draft: name one with --draft"),
         (["--drafter", "lookup+medusa"], "--drafter lookup+medusa needs a recipe with a medusa stage"),
         (["--drafter", "nested"], "--drafter nested needs a recipe with int8 weights"),
+        (["--drafter", "mtp"], "--drafter mtp needs a checkpoint that brings a layer for multi-token prediction"),
+        (["--drafter", "eagle3"], "--drafter: expected one of none, model, tree,"),
         (["--drafter", "guess"], "--drafter: expected one of none, model, tree,"),
-        (["--drafter", "lokup"], "found 'lokup': did you mean lookup?"),
+        (
+            ["--drafter", "lokup"],
+            "--drafter: expected one of none, model, tree, lookup, suffix, nested, medusa, block,",
+        ),
         (["--prompts", "no.jsonl"], "--prompts: no.jsonl cannot be read"),
     ],
 )
@@ -160,6 +165,15 @@ def test_list_has_a_line_for_each_recipe(command: Any) -> None:
     assert [line.split()[0] for line in lines] == [recipe.name for recipe in built_in()]
     # Names stand apart from what they are for.
     assert all("  " in line for line in lines)
+
+
+def test_a_built_in_recipe_is_shown_as_a_file_to_start_from(command: Any, tmp_path: Path) -> None:
+    shown = command("--show", "trellis-3")
+    (tmp_path / "mine.yaml").write_text(shown.stdout)
+    assert shown.exit_code == 0 and "# 3 bits a weight" in shown.stdout
+    assert Recipe.load(tmp_path / "mine.yaml") == Recipe.load("trellis-3")
+    refused = command("--show", "trelis-3")
+    assert refused.exit_code == 2 and "did you mean trellis-3?" in refused.stderr
 
 
 def test_help_imports_nothing_heavy() -> None:
