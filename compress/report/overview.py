@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from compress.report.figure import COMPRESSED, FAINT, INK, ORIGINAL, STYLE, Bar, draw_bars
 from compress.report.plots import paces, weights
 from compress.report.schema import Report
-from compress.report.wording import change_interval, headlines
+from compress.report.wording import change_interval, headlines, nats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,7 +75,7 @@ def _quality(report: Report) -> Column:
         lines.append(f"95 % interval of the change {change_interval(found.ci95)}")
     if quality.kl_divergence is not None and quality.top1_agreement is not None:
         top = f"same top token {100 * quality.top1_agreement:.1f} %"
-        lines.append(f"KL {quality.kl_divergence.mean:.4f} nats, {top}")
+        lines.append(f"KL {nats(quality.kl_divergence.mean)} nats, {top}")
     return bars, lines
 
 
