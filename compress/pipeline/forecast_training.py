@@ -14,6 +14,7 @@ from compress.recipe.block_draft import BlockDraft
 from compress.recipe.training import TrainingStage
 from compress.recipe.training_stages import DistillationStage, Draft, Learn, Medusa
 from compress.training.data import AT_ONCE
+from runtime.formats.schemes import SCHEMES
 
 _FLOAT, _HALF, _TOKEN = 4, 2, 4
 # Of what is trained, in memory: the weights, their gradient and two moments; on disk: two checkpoints of weights and
@@ -62,6 +63,7 @@ class Sizes:
     draft          None where the run has none.
     around, block  what of the target is outside its blocks, and the largest of its `blocks` blocks.
     stored         bytes of the target as it is, and `packed`, as it will be.
+    integers       of the target's weights that will be integers, whose codes the stage learn may move.
     rows, width    of the matrix with the most rows, as a rule the embedding: (vocabulary, hidden).
     """
 
@@ -72,6 +74,7 @@ class Sizes:
     blocks: int
     stored: int
     packed: int
+    integers: int
     rows: int
     width: int
 
@@ -92,6 +95,7 @@ class Sizes:
             blocks=len(blocks),
             stored=sum(math.prod(shape) * itemsize[name] for name, shape in shapes.items()),
             packed=sum(stored_bytes(name, shape, itemsize[name], plan) for name, shape in shapes.items()),
+            integers=sum(math.prod(shapes[name]) for name in plan.layers if not _has_tiles(plan.layers[name].scheme)),
             rows=rows,
             width=width,
         )
@@ -99,6 +103,10 @@ class Sizes:
     def made(self, keep: float) -> Size:
         """Of a draft that is made of this share of the target's blocks."""
         return self.around + self.block.times(count_of(keep, self.blocks))
+
+
+def _has_tiles(scheme: str) -> bool:
+    return SCHEMES[scheme].codes.has_tiles
 
 
 @dataclass(frozen=True)
@@ -163,7 +171,7 @@ def _of_model(stage: TrainingStage, sizes: Sizes) -> Share:
 def _of_learned(stage: Learn, sizes: Sizes) -> Share:
     """Places of codes are trained, where they may move, beside the original; scales and norms are few."""
     weights = sizes.target.weights
-    trained = weights if stage.rounding else 0
+    trained = sizes.integers if stage.rounding else 0
     memory = (_TRAINED_COPIES * trained + _LEARNED_COPIES * weights) * _FLOAT + _batch(stage, sizes.target, sizes)
     work = trained * _FLOAT * _CHECKPOINT_COPIES + sizes.packed
     return Share(memory, work, sizes.packed, (_PASSES + 1) * 2.0 * weights)

@@ -15,7 +15,7 @@ from compress.model.structure import read_structure
 from compress.pipeline import compress, forecast
 from compress.pipeline.forecast import Forecast
 from compress.pipeline.forecast_training import Size, Sizes, with_training
-from compress.recipe import Recipe
+from compress.recipe import Quantize, Recipe
 from compress.training.checkpoint import Checkpoints
 from compress.training.data import portions
 
@@ -43,6 +43,7 @@ LARGE = Sizes(
     blocks=32,
     stored=14 * 10**9,
     packed=4 * 10**9,
+    integers=7 * 10**9,
     rows=32_000,
     width=4096,
 )
@@ -144,6 +145,10 @@ def test_sizes_are_read_from_the_files(tiny: Tiny) -> None:
     assert sizes.target == sizes.draft == Size.of(shapes)
     assert sizes.packed < sizes.stored == target.checkpoint.bytes_on_disk() - _headers(target.checkpoint.path)
     assert (sizes.rows, sizes.width) == (320, 64)
+    # Of two blocks the attention and the MLP; the embedding stays as it is.
+    assert sizes.integers == sizes.target.weights - 320 * 64 - 5 * 64
+    trellis = Quantize(scheme="trellis-4", method="gptq")
+    assert Sizes.of(target, make_plan(shapes, structure, trellis), structure, None).integers == 0
     assert Size.of({"a": (3, 5), "norm": (7,), "experts": (2, 3, 5)}) == Size(15 + 7 + 30, 5 + 10)
     assert sizes.around + sizes.block.times(sizes.blocks) == sizes.target and sizes.blocks == 2
     assert sizes.made(0.4) == sizes.around + sizes.block
@@ -164,6 +169,8 @@ def test_learning_that_does_not_fit_says_what_makes_it_smaller(tmp_path: Path, m
     size, base = 4 * LARGE.target.weights, forecast.resident()
     assert 4 * size < need(rounding=False).memory - base < 5 * size
     assert 8 * size < need().memory - base < 9 * size
+    # A trellis has no codes that could move.
+    assert with_training(NOTHING, recipe_of("learn"), replace(LARGE, integers=0)).memory == need(rounding=False).memory
     long = {"training": {**TRAINING, "batch": 64, "length": 512}}
     assert need(**long, gradient_checkpointing=True).memory < 0.6 * need(**long).memory
     monkeypatch.setattr(forecast, "available", lambda: 100_000_000_000)
