@@ -22,6 +22,9 @@ def _number(default: int | None, least: int, most: int) -> Any:
 
 # γ of what is timed beside the report's own drafters, transformers' assistant and exports, where none is asked for.
 FIXED_DRAFT_LENGTH = 4
+# Drafters whose speed a report can have, by their names.
+_SINGLE = ("none", "model", "tree", "lookup", "suffix", "nested", "medusa", "block", "mtp")
+TIMED = (*_SINGLE, "lookup+model", "suffix+model", "lookup+medusa", "lookup+block")
 # Rows of compress/report/baselines.py, of which the ones after the first take a minute together.
 BASELINES = {"none": 0, "eager": 1, "all": 3}
 
@@ -111,7 +114,7 @@ class RunContext:
         from compress.recipe.training import LEAST_MINUTES, MOST_MINUTES
         from runtime.devices import resolve
         from runtime.errors import UserError as RuntimeFloorError
-        from runtime.generate import DrafterName
+        from runtime.errors import meant
 
         for one in fields(self):
             value = getattr(self, one.name)
@@ -122,9 +125,9 @@ class RunContext:
                 option = "--" + one.name.replace("_", "-")
                 raise UserError(f"{option}: expected a whole number from {least} to {most}, found {value}: correct it")
         check_exports(self.export)
-        names = [name.value for name in DrafterName]
-        if self.drafter is not None and self.drafter not in names:
-            raise UserError(f"--drafter: expected one of {', '.join(names)}, found {self.drafter!r}: correct it")
+        if self.drafter is not None and self.drafter not in TIMED:
+            hint = meant(self.drafter, TIMED, "correct it")
+            raise UserError(f"--drafter: expected one of {', '.join(TIMED)}, found {self.drafter!r}: {hint}")
         if self.baselines not in BASELINES:
             raise UserError(f"--baselines: expected {', '.join(BASELINES)}, found {self.baselines!r}: correct it")
         if self.minutes is not None:

@@ -108,6 +108,9 @@ def main(
         str, typer.Option(help="Rows of transformers' own speed in the report: none, eager or all.")
     ] = RunContext.baselines,
     list_: Annotated[bool, typer.Option("--list", help="List the built-in recipes and stop.")] = False,
+    show: Annotated[
+        str | None, typer.Option(help="Print this recipe's YAML, to start one of your own from, and stop.")
+    ] = None,
 ) -> None:
     """Compresses a model by a recipe, pairs it with a draft, measures size, quality and speed, writes the report."""
     # Ctrl-C counts from the first import on: they take seconds.
@@ -116,11 +119,20 @@ def main(
 
 
 def _main(
-    recipe: str | None, list_: bool, export: str, memory_budget: str | None, no_speed: bool, **options: Any
+    recipe: str | None,
+    list_: bool,
+    show: str | None,
+    export: str,
+    memory_budget: str | None,
+    no_speed: bool,
+    **options: Any,
 ) -> None:
     """`options`: the fields of RunContext that are as the command line has them."""
-    from compress.recipe import Recipe, built_in
+    from compress.recipe import Recipe, built_in, text_of
 
+    if show is not None:
+        typer.echo(text_of(show), nl=False)
+        return
     if list_:
         for known in built_in():
             typer.echo(f"{known.name:<21}{known.about}")
@@ -133,14 +145,14 @@ def _main(
     from transformers.utils import logging
 
     from compress.pipeline import run
-    from compress.progress import show
+    from compress.progress import show as shown
     from compress.report.files import read_report
     from compress.training.parallel import follows
 
     # Advice that is not about this run; errors still show.
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    with show() as progress:
+    with shown() as progress:
         command = command_line(recipe, context)
         artifact = run(replace(context, command=command, progress=progress, note=progress.note))
     if not follows():

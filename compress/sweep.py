@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 # Options of compress.run that a sweep gives itself.
-_OWN = ("--recipe", "--out", "--resume", "--force", "--list", "--help")
+_OWN = ("--recipe", "--out", "--resume", "--force", "--list", "--show", "--help")
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -97,7 +97,7 @@ def check_words(words: Sequence[str], recipes: "Iterable[Recipe]" = ()) -> None:
                 "compress.run --help"
             )
     options = command.make_context("compress.run", list(words)).params
-    for name in ("recipe", "list_", "resume", "force"):
+    for name in ("recipe", "list_", "show", "resume", "force"):
         del options[name]
     refused: list[Exception] = []
     for recipe in recipes:

@@ -11,7 +11,7 @@ import typer
 
 from runtime.cli import without_traceback
 from runtime.errors import UserError
-from runtime.generate import DrafterName
+from runtime.generate import drafter_name
 
 if TYPE_CHECKING:
     from runtime.engine.metrics import Metrics
@@ -40,9 +40,11 @@ def command(
         ),
     ] = None,
     drafter: Annotated[
-        DrafterName | None,
+        str | None,
         typer.Option(
-            help="Who proposes tokens.",
+            metavar="NAME",
+            callback=drafter_name,
+            help="Who proposes tokens, as specpress generate names them.",
             show_default="the fastest by the run's report; without one block where the run has one, model where"
             " there is a draft, else medusa, else lookup",
         ),
@@ -72,8 +74,8 @@ def command(
         from runtime.speculative.recorded import needs_planes
 
         options: dict[str, Any] = {"device": device, "threads": threads, "kernels": kernels}
-        model = load(path, planes=needs_planes(drafter and drafter.value, draft, path), **options)
-        chosen = drafter_by_name(model, drafter and drafter.value, draft, options=options)
+        model = load(path, planes=needs_planes(drafter, draft, path), **options)
+        chosen = drafter_by_name(model, drafter, draft, options=options)
         room = min(context, model.decoder.max_positions)
         speculator = Speculator(model, chosen.drafter, cache=_cache(model, room))
         sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)

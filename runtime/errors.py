@@ -1,6 +1,7 @@
 """What a user can get wrong when loading or running a model."""
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -9,6 +10,12 @@ class UserError(Exception):
 
     Commands print it without a traceback and exit with 2.
     """
+
+
+def meant(word: str, known: Iterable[str], otherwise: str, cutoff: float = 0.6) -> str:
+    """The end of a sentence on an unknown word: "did you mean NEAREST?", or `otherwise` where none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 @contextmanager

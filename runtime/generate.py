@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from runtime.cli import without_traceback
-from runtime.errors import UserError
+from runtime.errors import UserError, meant
 
 if TYPE_CHECKING:
     from runtime.contract import Decoder
@@ -21,27 +21,39 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-class DrafterName(StrEnum):
-    """Who proposes tokens; with a plus the second where the first finds nothing; auto: who gains most, by text."""
+# Drafters that may be named with others (drafters/by_name.py): "a+b" has b draft where a finds nothing, "a,b" whoever
+# gains the most tokens per second.
+_DRAFTERS = (
+    "model",
+    "tree",
+    "lookup",
+    "suffix",
+    "nested",
+    "medusa",
+    "block",
+    "eagle3",
+    "peagle",
+    "dflash",
+    "dspark",
+    "mtp",
+)
+_ALONE = ("none", "auto")
 
-    NONE = "none"
-    MODEL = "model"
-    TREE = "tree"
-    LOOKUP = "lookup"
-    SUFFIX = "suffix"
-    LOOKUP_MODEL = "lookup+model"
-    SUFFIX_MODEL = "suffix+model"
-    NESTED = "nested"
-    MEDUSA = "medusa"
-    BLOCK = "block"
-    LOOKUP_MEDUSA = "lookup+medusa"
-    LOOKUP_BLOCK = "lookup+block"
-    EAGLE3 = "eagle3"
-    PEAGLE = "peagle"
-    DFLASH = "dflash"
-    DSPARK = "dspark"
-    MTP = "mtp"
-    AUTO = "auto"
+
+def drafter_name(name: str | None) -> str | None:
+    """A --drafter as it is, checked before anything is loaded. Raises typer.BadParameter for an unknown name."""
+    unknown = None if name is None or name in _ALONE else next((p for p in _parts(name) if p not in _DRAFTERS), None)
+    if unknown is None:
+        return name
+    known = (*_ALONE, *_DRAFTERS)
+    raise typer.BadParameter(
+        f"expected {', '.join(known)}, or several such as lookup+model or lookup,model, found {unknown!r}: "
+        f"{meant(unknown, known, 'correct it')}"
+    )
+
+
+def _parts(name: str) -> list[str]:
+    return [part for names in name.split(",") for part in names.split("+")]
 
 
 class RuleName(StrEnum):
@@ -61,9 +73,13 @@ def main(
         typer.Option(help="A directory of a draft model, Medusa heads, a block or another head; by default the run's."),
     ] = None,
     drafter: Annotated[
-        DrafterName | None,
+        str | None,
         typer.Option(
-            help="Who proposes tokens; nested: int8 targets.",
+            metavar="NAME",
+            callback=drafter_name,
+            help="Who proposes tokens: none, model, tree, lookup, suffix, nested (int8 targets), medusa, block, eagle3,"
+            " peagle, dflash, dspark, mtp or auto; lookup+model: the second where the first finds nothing;"
+            " lookup,model: who gains most.",
             show_default="the fastest by the run's report; without one block where the run has one, model where"
             " there is a draft, else medusa, else lookup",
         ),
@@ -108,7 +124,8 @@ def main(
     kv: Annotated[
         str,
         typer.Option(
-            help="Keys and values in float32, int8, int4 or, on GPUs, float16.", show_default="as the artifact says"
+            help="Keys and values in float32, int8, int4, int3 or, on GPUs, float16.",
+            show_default="as the artifact says",
         ),
     ] = "auto",
     states: Annotated[
@@ -148,8 +165,8 @@ def main(
                 raise UserError("--beams continues a text; leave out --chat, or --beams.")
             _search(load(target, **options), prompt, beams, max_new_tokens, quiet)
             return
-        model = load(target, planes=needs_planes(drafter and drafter.value, draft, target), **options)
-        named = drafter_by_name(model, drafter and drafter.value, draft, corpus, verify.value, options, tree)
+        model = load(target, planes=needs_planes(drafter, draft, target), **options)
+        named = drafter_by_name(model, drafter, draft, corpus, verify.value, options, tree)
         speculator = Speculator(model, named.drafter, draft_length, verify.value, lossy, cache)
         asked = _message(model, prompt) if chat else prompt
         stream = speculator.stream(asked, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
@@ -185,9 +202,7 @@ def _bias(entries: list[str]) -> dict[int, float]:
     return bias
 
 
-def _require_plain(
-    sampling: "Sampling", stop: list[str] | None, draft: str | None, drafter: DrafterName | None
-) -> None:
+def _require_plain(sampling: "Sampling", stop: list[str] | None, draft: str | None, drafter: str | None) -> None:
     """Beam search looks for the most probable text: nothing is sampled, penalised, drafted or stopped by a text."""
     if not (sampling.greedy and sampling.plain):
         raise UserError(
@@ -196,7 +211,7 @@ def _require_plain(
         )
     if stop:
         raise UserError("--beams ends with the model's own stop tokens only; leave out --stop, or --beams.")
-    if draft is not None or drafter not in (None, DrafterName.NONE):
+    if draft is not None or drafter not in (None, "none"):
         raise UserError("--beams searches without speculation; leave out --draft and --drafter, or --beams.")
 
 

@@ -7,12 +7,13 @@ from pathlib import Path
 from compress.artifact import files
 from compress.artifact import journal as runs
 from compress.artifact.workspace import LOCK
+from compress.best.further import LEARNED, ROTATED
 from compress.best.journal import NAME, is_ours
 from compress.errors import UserError
 
 BEST, CANDIDATES = "best", "candidates"
 PLAN = "plan.json"
-_TEXTS = ("plan.md", "plan.html")
+_TEXTS = ("plan.md", "plan.html", LEARNED, ROTATED)
 # What is being removed: a kill in the middle leaves no half folder where a whole one is expected.
 _REMOVED = "removed"
 _FOLDERS = (BEST, f"{BEST}.partial", f"{BEST}.replaced", CANDIDATES)

@@ -24,6 +24,7 @@ class Journal:
     measured   by candidate's key: what candidates.py measured.
     timed      the contest's figures (contest.py), and between whom; winner: whose run best/ is or is to be.
     first      milliseconds to the first token of a prompt of so many tokens, by key: of the original and finalists.
+    further    what may follow the winner's recipe (further.py).
     search     what candidates were last looked for: `asked`, `seconds` that went into it, and whether it is `done`.
     clearing   whether what an older plan has left is still to be removed.
     finished   whether the plan is written and only the journal and the candidates are to go.
@@ -39,6 +40,7 @@ class Journal:
     timed: dict[str, Any] = field(default_factory=dict)
     winner: str = ""
     first: dict[str, Any] = field(default_factory=dict)
+    further: list[dict[str, Any]] = field(default_factory=list)
     search: dict[str, Any] = field(default_factory=dict)
     clearing: bool = False
     finished: bool = False

@@ -56,6 +56,7 @@ def _view(data: Data) -> dict[str, Any]:
         "worse": _worse(budgets, data["prices"]["worse"]),
         "upgrades": [_upgrade(budgets, one) for one in data["prices"]["upgrades"]],
         "not_tried": data["not_tried"],
+        "further": [_further(one) for one in data["further"]],
         "about": list(_about(data["about"], data["cache"])),
     }
 
@@ -180,6 +181,16 @@ def _worse(budgets: Budgets, worse: Data | None) -> str:
 def _upgrade(budgets: Budgets, one: Data) -> tuple[str, ...]:
     much = f"{one['per_megabyte']:.3g} nats" if budgets.kl is not None else f"{100 * one['per_megabyte']:.3g} %"
     return (one["unit"], one["before"], one["after"], megabytes(one["bytes"]), much)
+
+
+def _further(one: Data) -> tuple[str, str]:
+    """A stage that may follow: what it does, and what that takes or why it is not offered."""
+    if one["why"]:
+        return one["does"], f"not offered: {one['why']}"
+    more = f", and the model grows by {megabytes(one['disk'])}" if one["disk"] else ""
+    # To the minute: it is a forecast.
+    minutes = max(round(one["seconds"] / 60), 1)
+    return one["does"], f"{one['file']}: about {minutes} min more and {megabytes(one['memory'])} of memory{more}"
 
 
 def _about(about: Data, cache: str) -> Sequence[tuple[str, str]]:

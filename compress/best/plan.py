@@ -10,11 +10,12 @@ from compress.best.around import Prices, point
 from compress.best.budgets import Budgets
 from compress.best.candidates import Measured
 from compress.best.contest import ORIGINAL, Way, fastest
+from compress.best.further import Further
 from compress.best.page import html, markdown
 from compress.best.predict import Predicted
 from compress.best.space import CACHE, KEEP, NOT_TRIED, OPTIONS, Unit
 
-SCHEMA = 4
+SCHEMA = 5
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Plan:
     winner     the key of the chosen one.
     front      predicted points from better to smaller; prices: what a little more of a budget buys.
     about      what else the figures depend on, by name.
+    further    what may follow, and takes longer.
     """
 
     model: str
@@ -43,6 +45,7 @@ class Plan:
     front: tuple[Predicted, ...]
     prices: Prices
     about: Mapping[str, Any]
+    further: tuple[Further, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: plan.json, and all that the page shows."""
@@ -74,6 +77,9 @@ class Plan:
             "front": [point(one) for one in self.front],
             "prices": self.prices.to_dict(),
             "not_tried": [{"what": what, "why": why} for what, why in NOT_TRIED],
+            "further": [
+                {name: value for name, value in one.to_dict().items() if name != "text"} for one in self.further
+            ],
             "about": dict(self.about),
         }
 
@@ -100,8 +106,11 @@ class Plan:
 
 
 def write(plan: Plan, out: Path) -> None:
-    """Writes plan.json, plan.md and plan.html, each whole or not at all."""
+    """Writes plan.json, plan.md, plan.html and the recipes that may follow, each whole or not at all."""
     data = plan.to_dict()
+    for one in plan.further:
+        if one.text:
+            write_atomic(out / one.file, one.text.encode())
     write_atomic(out / "plan.md", markdown(data).encode())
     write_atomic(out / "plan.html", html(data).encode())
     write_json(out / "plan.json", data)

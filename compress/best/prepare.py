@@ -13,7 +13,7 @@ from compress.best.sizes import Sizes, read_sizes
 from compress.best.space import Unit, find_units
 from compress.errors import UserError
 from compress.model.source import Source
-from compress.pipeline.forecast import available
+from compress.pipeline.forecast import available, shown
 from compress.pipeline.inputs import RunInputs, open_inputs
 from compress.report.size import weight_bytes as files_bytes
 
@@ -70,8 +70,8 @@ def _check_budget(asked: Question) -> None:
     budget, there = asked.budgets.memory, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if budget is not None and budget > there:
         raise UserError(
-            f"--memory: expected at most the {_shown(there)} of this machine, where the plan is measured, found "
-            f"{_shown(budget)}: ask for less, or leave it out"
+            f"--memory: expected at most the {shown(there)} of this machine, where the plan is measured, found "
+            f"{shown(budget)}: ask for less, or leave it out"
         )
 
 
@@ -81,10 +81,6 @@ def _check_memory(target: Source) -> None:
     need, free = _FLOAT * numbers + files_bytes(target.path), available()
     if free is not None and need > free:
         raise UserError(
-            f"{target.name}: looking at its layers takes about {_shown(need)} of memory and {_shown(free)} are free: "
+            f"{target.name}: looking at its layers takes about {shown(need)} of memory and {shown(free)} are free: "
             "free some, or compress it with a built-in recipe, which goes block by block"
         )
-
-
-def _shown(size: float) -> str:
-    return f"{size / 1e9:,.1f} GB"

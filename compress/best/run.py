@@ -22,6 +22,7 @@ from compress.best.candidates import Measured
 from compress.best.contest import ORIGINAL, Way, fastest
 from compress.best.costs import Costs
 from compress.best.folder import BEST, CANDIDATES, discard, tidy
+from compress.best.further import Further, further
 from compress.best.journal import Journal
 from compress.best.original import drafts_of, know, prompts_of
 from compress.best.predict import Known, Predicted, propose, reachable, require_reachable
@@ -84,6 +85,7 @@ class Planner:
         winner = self._winner(kept, ways)
         chosen = known.predict(self.assignments[winner])
         self._last_run(chosen)
+        self._look_further()
         refused = {
             one.key: broken
             for one in self._measured()
@@ -111,6 +113,7 @@ class Planner:
                     "rest_ms": list(known.costs.rest),
                     "round_ms": list(known.costs.beyond),
                 },
+                further=tuple(Further.from_dict(one) for one in self.journal.further),
             ),
             self.context.folder,
         )
@@ -263,6 +266,14 @@ class Planner:
             return min(within, key=lambda key: measured[key].disk)
         return min(within, key=lambda key: measured[key].figure(self.budgets))
 
+    def _look_further(self) -> None:
+        """What may follow the winner's recipe, once: its times are measured, too."""
+        if not self.journal.further:
+            from compress.recipe import Recipe
+
+            winner = Recipe.load(self.context.folder / BEST / "recipe.yaml")
+            self.journal.note(further=[one.to_dict() for one in further(self.inputs, winner)])
+
     def _last_run(self, chosen: Predicted) -> None:
         """The winner's run with its whole report, and a check that it has the candidate's weights."""
         from compress.pipeline import run
@@ -274,7 +285,7 @@ class Planner:
             # Of other budgets, which were asked for in this folder before.
             for folder in (out, partial):
                 discard(folder)
-            self.journal.note(winner=chosen.key)
+            self.journal.note(winner=chosen.key, further=[])
         if not (out / "report.json").is_file():
             recipe = Recipe.load(self.context.folder / CANDIDATES / chosen.key / "recipe.yaml")
             run(replace(self.context, recipe=recipe, out=out, resume=candidates.begun(partial)))

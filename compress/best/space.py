@@ -75,7 +75,11 @@ NOT_TRIED = (
     ("int2 in groups of 128", "two bits want small groups"),
     ("awq, hqq, zero points, smoothing", "no per-layer stage of a recipe does them yet"),
     ("the embedding and the output head", "no per-layer stage of a recipe takes them: they stay as they are"),
-    ("a draft of fewer bits, trained drafts, pruning", "the draft is taken as it is, and nothing is trained"),
+    ("a draft of fewer bits, trained drafts, heads, pruning", "the draft is taken as it is, and nothing is trained"),
+    (
+        "rotated keys and values",
+        "the planner's caches are those without a basis (recipes kv-int4-rotated, kv-int3-rotated)",
+    ),
 )
 
 

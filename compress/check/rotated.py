@@ -24,7 +24,7 @@ def in_basis(opened: Opened, source: Opened, findings: list[Finding]) -> Opened:
         if record is None or rotation_of(source.config) is not None:
             return source
         if source.header is not None or source.quantization is not None:
-            raise UserError("the original's weights are packed, and only plain ones can be turned as these were")
+            raise UserError("the original's weights are packed, and only plain ones can be rotated as these were")
         checkpoint = Checkpoint(source.path, source.config, source.tensors)
         tensors = RebasedShards(checkpoint, read_structure(source.path), record)
     except (UserError, RuntimeFloorError) as error:
@@ -32,6 +32,6 @@ def in_basis(opened: Opened, source: Opened, findings: list[Finding]) -> Opened:
         return source
     what = [f"the residual stream ({record.residual})"] if record.residual else []
     what += [f"values (heads of {record.values})"] if record.values else []
-    says = f"{' and '.join(what)} are rotated: weights are compared with the original's, turned alike"
+    says = f"{' and '.join(what)} are rotated: weights are compared with the original's after the same rotation"
     findings.append(Finding(level="note", kind="config", where=_WHERE, says=says))
     return replace(source, config={**source.config, **record.changed(source.config)}, tensors=tensors)

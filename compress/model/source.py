@@ -31,6 +31,10 @@ def default_pair() -> tuple[Path, Path]:
 
 
 NO_DRAFT = "none"
+# Types that a plain matrix may have, as safetensors calls them.
+_PLAIN = ("F64", "F32", "F16", "BF16")
+# Of formats in which models are released: transformers' configuration that reads them as floats.
+_DEQUANTIZED = {"mxfp4": "Mxfp4Config"}
 _PIECES, _PIECE = 64, 1 << 16
 _PAIR_NAMES = ("specpress-pair-target", "specpress-pair-draft")
 
@@ -108,14 +112,33 @@ def open_sources(model: str | None, draft: str | None) -> tuple[Source, Source |
     return target, drafting
 
 
+def _check_types(checkpoint: Checkpoint) -> None:
+    """Raises UserError for a matrix of integers: nothing says what they stand for, and a run would find it late."""
+    for name in checkpoint.names():
+        entry = checkpoint.shards.entry(name)
+        if name.endswith(".weight") and len(entry.shape) > 1 and entry.dtype not in _PLAIN:
+            raise UserError(
+                f"{checkpoint.path.name}: tensor {name} holds {entry.dtype}, expected {', '.join(_PLAIN)}: without a "
+                "quantization_config in config.json nothing says what such numbers stand for; name the original"
+            )
+
+
 def _open(place: str, name: str | None = None) -> Source:
     checkpoint = open_checkpoint(place)
     if checkpoint.quantization is not None:
         method = checkpoint.quantization.get("quant_method", "some format")
         where = "" if checkpoint.path.is_file() else "/config.json"
+        way = _DEQUANTIZED.get(method)
+        copy = (
+            ""
+            if way is None
+            else f", or a copy that transformers dequantises ({way}(dequantize=True), save_pretrained)"
+        )
         raise UserError(
             f"{checkpoint.path.name}{where}: expected weights in full precision, found {method}: name the original"
+            f"{copy}"
         )
+    _check_types(checkpoint)
     # A directory goes by its own name, a model of the hub by its name there.
     found = checkpoint.path.resolve().name if Path(place).expanduser().is_dir() else place
     return Source(name or found, checkpoint)

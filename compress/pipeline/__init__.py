@@ -24,8 +24,9 @@ from compress.artifact.files import write_atomic
 from compress.context import RunContext
 from compress.export import serve
 from compress.model.plan import make_plan
-from compress.pipeline import exports, forecast, forecast_training, passes, rotated
+from compress.pipeline import exports, forecast, passes, rotated
 from compress.pipeline.inputs import RunInputs, open_inputs
+from compress.pipeline.needs import forecast_run
 from compress.progress import silent, unsaid
 from compress.recipe import Recipe
 from compress.records import RunFacts
@@ -108,12 +109,7 @@ def _run(context: RunContext, report: Report | None, world: World) -> Artifact:
     if planned is not None and not passes.weights_trained(recipe):
         plan = planned.plan
     progress("check", 1, 1)
-    copied = 0 if inputs.draft is None else sum(file.stat().st_size for file in inputs.draft.weight_files)
-    need = forecast.forecast(inputs.target, plan, None if planned is None else planned.blocks, copied)
-    sizes = forecast_training.Sizes.of(inputs.target, plan, inputs.structure, inputs.draft)
-    need = forecast_training.with_training(need, recipe, sizes)
-    if rotation is not None:
-        need = forecast.with_rotation(need, inputs.target, inputs.structure, rotation.untied)
+    need = forecast_run(inputs, plan, planned, rotation)
     mapped = forecast.check(need, place.folder, context.memory_budget)
     context.note(need.line(mapped))
     samples = _samples(inputs, planned)

@@ -37,6 +37,18 @@ _LAYER_COPIES, _HESSIAN_COPIES = 5, 4
 _EFFICIENCY = 0.5
 _DISK_RATE = 300e6
 _TRIES = 6
+# What takes less memory, by the stage that takes the most ("": blocks and their text).
+_WITHIN = "in a copy of the recipe give it a smaller training.batch"
+_SMALLER = {
+    "": "take a recipe that looks at no text",
+    "learn": f"{_WITHIN}, gradient_checkpointing: true or rounding: false, leave the stage out",
+    "ternary": f"{_WITHIN} or gradient_checkpointing: true, take another scheme",
+    "qat": f"{_WITHIN} or gradient_checkpointing: true, take a quantize stage instead",
+    "heal": f"{_WITHIN}, leave the stage out",
+    "draft": f"{_WITHIN}, leave the stage out",
+    "medusa": f"{_WITHIN} or fewer heads, leave the stage out",
+    "block_draft": f"{_WITHIN} or fewer anchors, leave the stage out",
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,7 @@ class Forecast:
     disk     bytes that the partial folder grows to.
     seconds  of the work on the weights; quality and speed are measured after it.
     training  seconds of all stages that train.
+    largest  kind of the stage that trains in all of that memory; "": it is the work on the weights that takes it.
     """
 
     memory: int
@@ -54,13 +67,14 @@ class Forecast:
     disk: int
     seconds: float
     training: float = 0.0
+    largest: str = ""
 
     def line(self, mapped: bool) -> str:
         """The forecast for people."""
         where = "" if not self.held else ", activations in a file" if mapped else ", activations in memory"
         memory = self.memory + (0 if mapped else self.held)
         return (
-            f"forecast: {_shown(memory)} of memory{where}, {_shown(self.disk)} of disk while it works, "
+            f"forecast: {shown(memory)} of memory{where}, {shown(self.disk)} of disk while it works, "
             f"about {_time(self.seconds)} for the weights"
             + (f" and {_time(self.training)} of training" if self.training else "")
         )
@@ -128,9 +142,11 @@ def with_rotation(need: Forecast, source: Source, structure: ModelStructure, unt
     # A block in float32 and as it will be stored; a tensor in float64, before, within and after each product.
     memory = max(blocks.values()) * 2 * _FLOAT + largest * 3 * _DOUBLE
     copy = sum(count * itemsize[name] for name, count in numbers.items()) + (largest * _FLOAT if untied else 0)
+    memory = int(memory + resident())
     return replace(
         need,
-        memory=max(need.memory, memory + resident()),
+        memory=max(need.memory, memory),
+        largest=need.largest if need.memory >= memory else "",
         disk=need.disk + 2 * copy,
         seconds=need.seconds + 4 * copy / _DISK_RATE,
     )
@@ -155,17 +171,18 @@ def check(need: Forecast, folder: Path, budget: int | None) -> bool:
     have = budget if budget is not None else available()
     if have is not None and need.memory > have:
         given = "--memory-budget allows" if budget is not None else "are free"
+        where = f" for its stage {need.largest}" if need.largest else ""
         raise UserError(
-            f"this run needs about {_shown(need.memory)} of memory and {_shown(have)} {given}: "
-            f"{'raise it' if budget is not None else 'free some'}, take a recipe that looks at no text, or a smaller "
-            "model"
+            f"this run needs about {shown(need.memory)} of memory{where} and {shown(have)} {given}: "
+            f"{'raise it' if budget is not None else 'free some'}, {_SMALLER.get(need.largest, _SMALLER[''])}, or take "
+            "a smaller model"
         )
     there = next(path for path in (folder, *folder.parents) if path.exists())
     used = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
     free = shutil.disk_usage(there).free + used
     if need.disk > free:
         raise UserError(
-            f"{folder}: this run needs about {_shown(need.disk)} of disk while it works, and {_shown(free)} are "
+            f"{folder}: this run needs about {shown(need.disk)} of disk while it works, and {shown(free)} are "
             "free: free some or choose another place with --out"
         )
     return have is not None and need.memory + need.held > have
@@ -271,7 +288,8 @@ def _shortest(work: Callable[[], object]) -> float:
     return max(min(timeit.repeat(work, number=1, repeat=_TRIES)), 1e-9)
 
 
-def _shown(size: float) -> str:
+def shown(size: float) -> str:
+    """Bytes for people."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 

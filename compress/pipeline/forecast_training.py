@@ -14,6 +14,7 @@ from compress.recipe.block_draft import BlockDraft
 from compress.recipe.training import TrainingStage
 from compress.recipe.training_stages import DistillationStage, Draft, Learn, Medusa
 from compress.training.data import AT_ONCE
+from runtime.formats.schemes import SCHEMES
 
 _FLOAT, _HALF, _TOKEN = 4, 2, 4
 # Of what is trained, in memory: the weights, their gradient and two moments; on disk: two checkpoints of weights and
@@ -62,6 +63,7 @@ class Sizes:
     draft          None where the run has none.
     around, block  what of the target is outside its blocks, and the largest of its `blocks` blocks.
     stored         bytes of the target as it is, and `packed`, as it will be.
+    integers       of the target's weights that will be integers, whose codes the stage learn may move.
     rows, width    of the matrix with the most rows, as a rule the embedding: (vocabulary, hidden).
     """
 
@@ -72,6 +74,7 @@ class Sizes:
     blocks: int
     stored: int
     packed: int
+    integers: int
     rows: int
     width: int
 
@@ -92,6 +95,7 @@ class Sizes:
             blocks=len(blocks),
             stored=sum(math.prod(shape) * itemsize[name] for name, shape in shapes.items()),
             packed=sum(stored_bytes(name, shape, itemsize[name], plan) for name, shape in shapes.items()),
+            integers=sum(math.prod(shapes[name]) for name in plan.layers if not _has_tiles(plan.layers[name].scheme)),
             rows=rows,
             width=width,
         )
@@ -99,6 +103,10 @@ class Sizes:
     def made(self, keep: float) -> Size:
         """Of a draft that is made of this share of the target's blocks."""
         return self.around + self.block.times(count_of(keep, self.blocks))
+
+
+def _has_tiles(scheme: str) -> bool:
+    return SCHEMES[scheme].codes.has_tiles
 
 
 @dataclass(frozen=True)
@@ -122,16 +130,19 @@ def with_training(need: Forecast, recipe: Recipe, sizes: Sizes) -> Forecast:
     A budget in minutes says itself how long it takes; one in tokens takes as many floating-point operations as the
     passes through what is trained and its teacher.
     """
-    shares = [(stage.trained, _share(stage.trained, sizes)) for stage in recipe.stages if stage.trained is not None]
-    if not shares:
+    stages = {stage.kind: stage.trained for stage in recipe.stages if stage.trained is not None}
+    if not stages:
         return need
-    minutes = sum(stage.training.minutes or 0 for stage, _ in shares)
-    flops = sum(share.flops * (stage.training.tokens or 0) for stage, share in shares)
-    memory = int(max(share.memory for _, share in shares)) + resident()
+    shares = {kind: _share(stage, sizes) for kind, stage in stages.items()}
+    minutes = sum(stage.training.minutes or 0 for stage in stages.values())
+    flops = sum(shares[kind].flops * (stage.training.tokens or 0) for kind, stage in stages.items())
+    largest = max(shares, key=lambda kind: shares[kind].memory)
+    memory = int(shares[largest].memory) + resident()
     # A stage's checkpoints are removed when it is done.
-    disk = int(max(share.work for _, share in shares) + sum(share.out for _, share in shares))
+    disk = int(max(share.work for share in shares.values()) + sum(share.out for share in shares.values()))
     seconds = 60 * minutes + compute_seconds(flops)
-    return replace(need, memory=max(need.memory, memory), disk=need.disk + disk, training=seconds)
+    need = replace(need, disk=need.disk + disk, training=seconds)
+    return need if need.memory >= memory else replace(need, memory=memory, largest=largest)
 
 
 def _share(stage: TrainingStage, sizes: Sizes) -> Share:
@@ -160,7 +171,7 @@ def _of_model(stage: TrainingStage, sizes: Sizes) -> Share:
 def _of_learned(stage: Learn, sizes: Sizes) -> Share:
     """Places of codes are trained, where they may move, beside the original; scales and norms are few."""
     weights = sizes.target.weights
-    trained = weights if stage.rounding else 0
+    trained = sizes.integers if stage.rounding else 0
     memory = (_TRAINED_COPIES * trained + _LEARNED_COPIES * weights) * _FLOAT + _batch(stage, sizes.target, sizes)
     work = trained * _FLOAT * _CHECKPOINT_COPIES + sizes.packed
     return Share(memory, work, sizes.packed, (_PASSES + 1) * 2.0 * weights)
@@ -218,6 +229,13 @@ def _of_blocks(stage: BlockDraft, sizes: Sizes) -> Share:
 
 
 def _batch(stage: TrainingStage, student: Size, sizes: Sizes) -> int:
-    """Bytes of what a batch leaves until its gradient is known, or an evaluation: inputs of matrices, and logits."""
-    tokens = max(stage.training.batch * stage.training.length, AT_ONCE)
-    return tokens * _FLOAT * (_ACTIVATION_COPIES * student.inputs + _LOGITS_COPIES * sizes.rows)
+    """Bytes of what a batch leaves until its gradient is known: inputs of matrices, and logits. An evaluation, which
+    keeps no inputs but its block's, may leave more."""
+    of_block = _ACTIVATION_COPIES * (sizes.around.inputs + sizes.block.inputs)
+    inputs = _ACTIVATION_COPIES * student.inputs
+    if getattr(stage, "gradient_checkpointing", False):
+        # What goes into each block is kept, and all else of one block at a time.
+        inputs = of_block + sizes.blocks * sizes.width
+    logits = _LOGITS_COPIES * sizes.rows
+    trained = stage.training.batch * stage.training.length * (inputs + logits)
+    return _FLOAT * max(trained, max(AT_ONCE, stage.training.length) * (of_block + logits))

@@ -43,12 +43,12 @@ def open_inputs(context: RunContext) -> RunInputs:
     and text that is too short.
     """
     target, draft = open_sources(context.model, context.draft)
-    _check_speed(context, draft is not None)
     if context.tasks:
         from compress.tasks.evaluate import require_tasks
 
         require_tasks(context.tasks, None if context.task_folder is None else Path(context.task_folder))
     structure = read_structure(target.path)
+    _check_speed(context, draft is not None, any(map(structure.is_draft_head, target.checkpoint.names())))
     if context.recipe.quantize is not None and not context.recipe.trains and loaded_apart(structure.model):
         structure = read_structure(target.path, apart=True)
         target = replace(target, checkpoint=replace(target.checkpoint, shards=SingleExperts(target.checkpoint.shards)))
@@ -102,7 +102,7 @@ def _check_composite(context: RunContext, name: str) -> None:
         )
 
 
-def _check_speed(context: RunContext, has_draft: bool) -> None:
+def _check_speed(context: RunContext, has_draft: bool, has_mtp: bool) -> None:
     """Raises UserError for prompts that cannot be read and a drafter that the run will not have: the work comes first,
     and speed is measured last."""
     if not context.speed:
@@ -116,6 +116,7 @@ def _check_speed(context: RunContext, has_draft: bool) -> None:
         "tree": ("a draft: name one with --draft", has_draft or "draft" in stages),
         "medusa": ("a recipe with a medusa stage, such as int8-medusa", "medusa" in stages),
         "block": ("a recipe with a block_draft stage, such as int4-block-draft", "block_draft" in stages),
+        "mtp": ("a checkpoint that brings a layer for multi-token prediction", has_mtp),
         "nested": (
             "a recipe with int8 weights, such as int8-dynamic",
             quantize is not None and str(quantize.scheme).startswith("int8"),

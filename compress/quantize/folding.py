@@ -65,6 +65,16 @@ class Fold:
     head_dim: int = 0
 
 
+def require_known(model_type: str) -> None:
+    """Raises UserError for a family whose data flow this file does not know."""
+    if model_type not in NORM_OFFSET:
+        raise UserError(
+            f"scales cannot be folded into a {model_type} layer: its structure is not known (known:"
+            f" {', '.join(NORM_OFFSET)}): use a gptq or rtn recipe, or for a trellis a copy of its recipe (compress"
+            " --show NAME) with fold: false"
+        )
+
+
 def folds(layer: nn.Module, model_type: str) -> list[Fold]:
     """The folds of one transformers decoder layer, in the order of the data: attention, its output, MLP, its output.
 
@@ -73,11 +83,7 @@ def folds(layer: nn.Module, model_type: str) -> list[Fold]:
     Raises UserError for a family whose data flow this file does not know, and ValueError for a module in the layer that
     it did not expect: something else might read what would be divided.
     """
-    if model_type not in NORM_OFFSET:
-        raise UserError(
-            f"scales cannot be folded into a {model_type} layer: its structure is not known (known:"
-            f" {', '.join(NORM_OFFSET)}); use gptq or rtn for this model, and fold: false with a trellis"
-        )
+    require_known(model_type)
     offset = NORM_OFFSET[model_type]
     linears = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
     readers = _reading(linears, "self_attn.", _ATTENTION_READERS, ("o_proj",))

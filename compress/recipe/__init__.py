@@ -14,7 +14,6 @@ A recipe is a mapping with the keys
 `stages`) replaces what was there. `name` and `about` are never inherited.
 """
 
-import difflib
 import re
 import warnings
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from compress.recipe.exports import check_exports
 from compress.recipe.renamed import with_new_names
 from compress.recipe.stages import ORDER, Stage, check_order
 from compress.recipe.training import Budget
+from runtime.errors import meant
 
 # A scheme that the format reserves and this version cannot do yet.
 _SCHEMES_NOT_BUILT = ("nested",)
@@ -57,8 +57,7 @@ def sentence(error: ValidationError, fields: Fields) -> str:
     kind = first["type"]
     if kind == "extra_forbidden":
         allowed = fields(location[:-1])
-        near = difflib.get_close_matches(str(location[-1]), allowed, n=1)
-        hint = f"did you mean {near[0]}?" if near else "remove it"
+        hint = meant(str(location[-1]), allowed, "remove it")
         return f"{key}: unknown key, expected one of {', '.join(allowed)}: {hint}"
     if kind == "missing":
         return f"{key}: expected this key, found none: add it"
@@ -82,8 +81,8 @@ def sentence(error: ValidationError, fields: Fields) -> str:
 def _not_allowed(key: str, found: Any, shown: str, expected: str) -> str:
     if found in _SCHEMES_NOT_BUILT:
         return f"{key}: {found} is not built yet, expected {expected}: change it"
-    near = difflib.get_close_matches(str(found), re.split(", | or ", expected), n=1)
-    return f"{key}: expected {expected}, found {shown}: " + (f"did you mean {near[0]}?" if near else "change it")
+    hint = meant(str(found), re.split(", | or ", expected), "change it")
+    return f"{key}: expected {expected}, found {shown}: {hint}"
 
 
 _BUILT_IN = Path(__file__).parents[1] / "recipes"
@@ -226,6 +225,15 @@ def built_in() -> list[Recipe]:
     return [Recipe.load(path) for path in sorted(_BUILT_IN.glob("*.yaml"), key=lambda path: path.stem)]
 
 
+def text_of(name: str) -> str:
+    """A recipe's file as it stands, comments included. Raises UserError for an unknown name and an unreadable file."""
+    path = _find(name, Path())
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{_show(path)} cannot be read ({error}): check the file") from error
+
+
 def _find(name: str, base: Path) -> Path:
     """The file that a name or a path (relative to `base`) stands for."""
     if not name.endswith(_SUFFIXES) and "/" not in name:
@@ -233,10 +241,9 @@ def _find(name: str, base: Path) -> Path:
         if name in known:
             return _BUILT_IN / f"{name}.yaml"
         if not (base / name).is_file():
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
             raise UserError(
                 f"recipe {name!r} is unknown: expected {', '.join(known)} or the path of a YAML file; "
-                f"did you mean {near[0]!r}?"
+                f"{meant(name, known, '', cutoff=0.0)}"
             )
     path = base / name
     if not path.is_file():

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from compress.errors import UserError
+from runtime.errors import meant
 
 EXPORTS = ("gptq", "awq", "compressed-tensors", "bitsandbytes", "bitnet", "gguf", "onnx", "onnx-fp16")
 
@@ -11,5 +12,6 @@ def check_exports(names: Iterable[str]) -> tuple[str, ...]:
     """The names, each once. Raises UserError for one that is unknown."""
     names = tuple(dict.fromkeys(names))
     if unknown := [name for name in names if name not in EXPORTS]:
-        raise UserError(f"export {unknown[0]!r} is unknown: expected one of {', '.join(EXPORTS)}: correct the name")
+        hint = meant(unknown[0], EXPORTS, "correct the name")
+        raise UserError(f"export {unknown[0]!r} is unknown: expected one of {', '.join(EXPORTS)}: {hint}")
     return names

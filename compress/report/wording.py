@@ -52,6 +52,11 @@ def number(value: float | None, digits: int = 2, unit: str = "") -> str:
     return NOT_MEASURED if value is None else f"{value:,.{digits}f}{unit}"
 
 
+def nats(value: float) -> str:
+    """A divergence: four digits behind the point, or two that count where those were zeros."""
+    return f"{value:.4f}" if value >= 1e-3 or value <= 0 else f"{value:.2g}"
+
+
 def percent(value: float | None, digits: int = 1) -> str:
     """A share as a percentage."""
     return NOT_MEASURED if value is None else f"{100 * value:.{digits}f} %"
@@ -196,7 +201,7 @@ def _quality_finding(report: Report) -> str:
     return (
         f"On {quality.protocol.tokens:,} held-out tokens both models put the same token first at "
         f"{percent(quality.top1_agreement)} of the positions; the mean KL divergence is "
-        f"{quality.kl_divergence.mean:.4f} nats per token."
+        f"{nats(quality.kl_divergence.mean)} nats per token."
     )
 
 

@@ -52,8 +52,8 @@ def report(checkpoint: Checkpoint, structure: ModelStructure, record: RotationRe
 
 def line(said: dict[str, Any]) -> str:
     """One line for people."""
-    what = [f"the residual stream ({said['residual']})"] if said["residual"] else []
+    what = [f"the residual stream ({said['residual']} channels)"] if said["residual"] else []
     what += [f"values (heads of {said['values']})"] if said["values"] else []
     untied = said.get("untied_bytes")
-    more = "" if untied is None else f"; the head is no longer the embedding: {untied / 1e6:.1f} MB more"
-    return f"rotate: {' and '.join(what)} turned, folded into the weights{more}"
+    more = "" if untied is None else f"; the tied head is untied: {untied / 1e6:.1f} MB more"
+    return f"rotate: rotated {' and '.join(what)}, folded into the weights{more}"

@@ -63,7 +63,11 @@ def unfold(folder: Path, out: Path, shard_bytes: int) -> None:
     checkpoint = open_checkpoint(folder)
     record = rotation_of(checkpoint.config)
     if record is None:
-        raise UserError(f"{folder.name}/config.json: expected specpress.rotation, found none: nothing is rotated")
+        raise UserError(
+            f"{folder.name}: expected specpress.rotation in its configuration, found none: nothing is rotated"
+        )
+    if checkpoint.path.is_file():
+        raise UserError(f"{folder.name}: a GGUF file has no norms as they were before: unfold the run it was made of")
     if out.exists():
         raise UserError(f"{out}: expected a folder that is not there yet, found one: name another")
     if checkpoint.quantization is not None:

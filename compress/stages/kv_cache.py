@@ -293,6 +293,11 @@ def check(config: Mapping[str, Any]) -> None:
             f"kv: layers of {config.get('model_type')!r} carry a state in attention's place, and the stage measures"
             " attention alone: remove the recipe's key kv"
         )
+    if found is None and isinstance(config.get("text_config"), Mapping):
+        raise UserError(
+            f"kv: keys and values are calibrated of a language model alone, and {config.get('model_type')!r} has more "
+            "beside it: remove the recipe's key kv"
+        )
     if found is None:
         raise UserError(
             f"kv: a quantised cache needs Specpress' own decoder, which does not run {config.get('model_type')!r}: "

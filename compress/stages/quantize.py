@@ -16,6 +16,7 @@ from compress.model.block import Block, Statistics
 from compress.model.block_loader import BlockLoader
 from compress.model.plan import Layer, Plan
 from compress.quantize import drift, gptq, trellis
+from compress.quantize.folding import require_known
 from compress.recipe import Quantize, Recipe
 from compress.recipe.block_stages import DAMPING
 from compress.stages.contract import BlockStage
@@ -45,6 +46,7 @@ def make_stages(recipe: Recipe, plan: Plan, loader: BlockLoader) -> list[BlockSt
             # Depth pruning takes whole blocks before any stage sees them.
             made += [MaskPrune(stage.prune)] if stage.prune.method != "depth" else []
         elif stage.smooth is not None:
+            require_known(model_type)
             made.append(SmoothRanges(stage.smooth, layers, model_type))
         elif stage.quantize is not None:
             made += _quantisers(stage.quantize, layers, model_type)
@@ -64,9 +66,14 @@ def _is_static(stage: Quantize) -> bool:
 
 
 def _quantisers(stage: Quantize, layers: Mapping[str, Layer], model_type: str) -> list[BlockStage]:
+    # Before any work: within the first block it would be told, too.
+    if stage.fold or stage.method == "awq":
+        require_known(model_type)
     if stage.layers is not None:
         parts = {prefix: stage.of(layer.module) for prefix, layer in layers.items()}
         folded = {name: layers[name] for name, part in parts.items() if part is not None and part.fold}
+        if folded:
+            require_known(model_type)
         # A factor goes into the layer before, which another part may round: all are folded before any is rounded.
         scales: list[BlockStage] = [TrellisScale(folded, model_type)] if folded else []
         return scales + [

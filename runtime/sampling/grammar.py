@@ -152,7 +152,7 @@ class GrammarCompiler:
 
         It is first tried in another process, which is killed after COMPILE_SECONDS; what comes through is compiled
         here without Python's lock, so that other threads go on. The last ones are kept.
-        Raises UserError for what cannot be held to, or takes too long.
+        Raises UserError for what cannot be enforced, or takes too long.
         """
         from llguidance import LLMatcher
 
@@ -292,7 +292,7 @@ def _refusal(structure: Structure, error: str) -> UserError:
                 # What it advises is for who calls the compiler, not for who writes the schema.
                 why = f"{', '.join(named) or keywords[0]}: {why.partition(' Enable ')[0].rstrip('.')}"
                 break
-    return UserError(f"the {structure.kind} cannot be held to: {why}; change that part of it.")
+    return UserError(f"the {structure.kind} cannot be enforced: {why}; change that part of it.")
 
 
 # What the compiler says of a schema, and the keywords that it means.

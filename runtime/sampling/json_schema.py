@@ -122,7 +122,7 @@ def checked_schema(schema: Any) -> Any:
 def refused(place: Place, keyword: str, why: str) -> UserError:
     """What to raise for a keyword of a schema."""
     return UserError(
-        f"the JSON schema's keyword {keyword[:_SHOWN]} (at {_shown(place)}) cannot be held to: {why}; leave it out."
+        f"the JSON schema's keyword {keyword[:_SHOWN]} (at {_shown(place)}) cannot be enforced: {why}; leave it out."
     )
 
 

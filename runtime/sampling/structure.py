@@ -100,7 +100,7 @@ class Structure:
         """
         made = Structure("lark", grammar)  # whose size is looked at first: what follows takes longer for longer ones
         if (found := _attribute(grammar)) is not None:
-            raise UserError(f"the grammar gives a rule {found}, which cannot be held to; leave it out.")
+            raise UserError(f"the grammar gives a rule {found}, which cannot be enforced; leave it out.")
         parts, done = [], 0
         for start in re.finditer(r"%json\b\s*", grammar):
             if start.start() < done:
@@ -115,7 +115,7 @@ class Structure:
 
 
 def _attribute(grammar: str) -> str | None:
-    """The first attribute of a rule that cannot be held to."""
+    """The first attribute of a rule that cannot be enforced."""
     for found in _ATTRIBUTE.finditer(grammar):
         start = grammar.rfind("[", 0, found.start())
         if start > grammar.rfind("]", 0, found.start()):

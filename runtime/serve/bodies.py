@@ -94,8 +94,8 @@ def _remove(found: Any, place: tuple[int | str, ...]) -> None:
 
 def _name(place: tuple[int | str, ...]) -> str:
     """A place as a client would write it: without pydantic's steps that say which form of a field was tried."""
-    inner = [step for step in place[:-1] if isinstance(step, int) or not (step in _FORMS or "[" in step)]
-    return ".".join(str(step) for step in (*inner, *place[-1:]))
+    inner = [step for step in place if isinstance(step, int) or not (step in _FORMS or "[" in step)]
+    return ".".join(map(str, inner))
 
 
 def _sentence(wrong: list[Any]) -> ApiError:
@@ -116,7 +116,7 @@ def _sentence(wrong: list[Any]) -> ApiError:
     same = [error for error in wrong if error["loc"][:1] == place[:1]]
     if len(same) > 1 and len({error["loc"] for error in same}) > 1:
         # A field of several forms, none of which fits: what the nearest one lacks, and the others in short.
-        name, said = str(place[0]), f"none of its forms fits ({_name(place)}: {said[:1].lower()}{said[1:]})"
+        name, said = str(place[0]), f"none of the accepted types fits ({_name(place)}: {said[:1].lower()}{said[1:]})"
     else:
         name = _name(place)
     return invalid(f"{name[:200]}: {said[:1].lower()}{said[1:]}{shown}", param)

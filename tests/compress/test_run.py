@@ -104,7 +104,13 @@ def test_one_drafter_with_one_draft_length_on_prompts_of_ones_own(
         (["--drafter", "model"], "--drafter model needs a draft: name one with --draft"),
         (["--drafter", "lookup+medusa"], "--drafter lookup+medusa needs a recipe with a medusa stage"),
         (["--drafter", "nested"], "--drafter nested needs a recipe with int8 weights"),
+        (["--drafter", "mtp"], "--drafter mtp needs a checkpoint that brings a layer for multi-token prediction"),
+        (["--drafter", "eagle3"], "--drafter: expected one of none, model, tree,"),
         (["--drafter", "guess"], "--drafter: expected one of none, model, tree,"),
+        (
+            ["--drafter", "lokup"],
+            "--drafter: expected one of none, model, tree, lookup, suffix, nested, medusa, block,",
+        ),
         (["--prompts", "no.jsonl"], "--prompts: no.jsonl cannot be read"),
     ],
 )
@@ -161,6 +167,15 @@ def test_list_has_a_line_for_each_recipe(command: Any) -> None:
     assert all("  " in line for line in lines)
 
 
+def test_a_built_in_recipe_is_shown_as_a_file_to_start_from(command: Any, tmp_path: Path) -> None:
+    shown = command("--show", "trellis-3")
+    (tmp_path / "mine.yaml").write_text(shown.stdout)
+    assert shown.exit_code == 0 and "# 3 bits a weight" in shown.stdout
+    assert Recipe.load(tmp_path / "mine.yaml") == Recipe.load("trellis-3")
+    refused = command("--show", "trelis-3")
+    assert refused.exit_code == 2 and "did you mean trellis-3?" in refused.stderr
+
+
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys; from typer.testing import CliRunner; from compress.run import app; "
@@ -175,7 +190,7 @@ def test_help_imports_nothing_heavy() -> None:
     ("words", "sentence"),
     [
         ([], "int4-rtn, int8-dynamic, int8-medusa, int8-smoothquant, int8-static,"),
-        (["--recipe", "nf5"], "did you mean 'nf4'"),
+        (["--recipe", "nf5"], "did you mean nf4?"),
         (["--recipe", "no/such.yaml"], "expected a YAML file, found none"),
         (["--recipe", "nf4", "--memory-budget", "lots"], "--memory-budget: expected a size such as 4GB or 512MiB"),
         (["--recipe", "nf4", "--samples", "0"], "--samples: expected a whole number from 1"),

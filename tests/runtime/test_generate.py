@@ -33,7 +33,8 @@ def command(*arguments: object) -> Any:
 
 def test_quiet_prints_the_text_and_nothing_else(run_folder: Path) -> None:
     expected = Speculator(load(run_folder / "model")).generate([PROMPT], max_new_tokens=20)[0].text
-    for drafter in ("none", "model", "tree", "lookup", "suffix", "lookup+model", "suffix+model"):
+    drafters = ("none", "model", "tree", "lookup", "suffix", "lookup+model", "suffix+model", "lookup,model")
+    for drafter in (*drafters, "model,lookup+suffix"):
         result = command(
             "--target",
             run_folder / "model",
@@ -49,6 +50,13 @@ def test_quiet_prints_the_text_and_nothing_else(run_folder: Path) -> None:
         assert result.stdout == expected
         for word in ("α", "τ", "tokens/s", "exact", drafter):
             assert word in result.stderr
+
+
+def test_a_misspelt_drafter_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    for said, hint in (("lokup", "did you mean lookup?"), ("lookup+modle", "did you mean model?"), ("lookup,none", "")):
+        result = command("--target", tmp_path / "none", "--prompt", PROMPT, "--drafter", said)
+        told = " ".join(result.stderr.replace("│", "").split())
+        assert result.exit_code == 2 and "expected none, auto, model" in told and hint in told
 
 
 def test_a_run_folder_brings_its_draft(run_folder: Path) -> None:

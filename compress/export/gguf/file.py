@@ -32,6 +32,7 @@ from runtime.checkpoints.gguf.part import Part
 from runtime.checkpoints.gguf.parts import numbers, parts
 from runtime.checkpoints.gguf.reader import BF16, F16, F32, Q8_0, BlockType, TensorEntry
 from runtime.checkpoints.open import open_checkpoint
+from runtime.checkpoints.rotation import rotation_of
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
 from runtime.model.tensor_reader import take_rows
@@ -145,6 +146,7 @@ def write(model: Path, out: Path, progress: Progress, *, floats: Floats = "keep"
     if checkpoint.path.is_file():
         raise UserError(f"{shown}: expected a model directory to export, found a GGUF file: name the artifact")
     a, config = metadata.architecture(checkpoint)
+    rotation = rotation_of(checkpoint.config)
     kind, values = architecture_of(a), metadata.as_values(config)
     parameters, rotary = metadata.rope(shown, values, a)
     found = metadata.keys(a, values, parameters)
@@ -161,6 +163,7 @@ def write(model: Path, out: Path, progress: Progress, *, floats: Floats = "keep"
         for key, each in _numbers(tensors, a):
             writer.add_array(key, each)
         metadata.add(writer, metadata.name(a, () if vocabulary is None else vocabulary.tokens), found)
+        metadata.add_rotation(writer, rotation)
         writer.add_file_type(_file_type(written))
         tokenizers.add(writer, checkpoint.path, vocabulary, checkpoint.config)
         for one in written:
@@ -197,6 +200,8 @@ def write(model: Path, out: Path, progress: Progress, *, floats: Floats = "keep"
         and "the static input scales are left out: llama.cpp rounds inputs block by block",
         "kv_cache" in checkpoint.config.get("specpress", {})
         and "the cache's scheme is left out: llama.cpp has its own, --cache-type-k and --cache-type-v",
+        rotation is not None
+        and "what is rotated stands in keys specpress.rotation.*; the norms as they were before stay in the run",
     )
     return Exported(NAME, file.stat().st_size, len(kept), tuple(losses), notes)
 

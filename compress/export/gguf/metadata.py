@@ -14,6 +14,7 @@ from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.gguf.families import ACTIVATION
 from runtime.checkpoints.gguf.names import ARCHITECTURES, NOT_COMPUTED, architecture_of
 from runtime.checkpoints.gguf.rope import RELEASES, TRUNCATE, llama3_factors, proportional_factors
+from runtime.checkpoints.rotation import GGUF_KEY, RotationRecord
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -285,3 +286,13 @@ def add(writer: "GGUFWriter", called: str, found: Keys) -> None:
             writer.add_string(full, value)
         else:
             writer.add_array(full, value)
+
+
+def add_rotation(writer: "GGUFWriter", record: RotationRecord | None) -> None:
+    """Adds what is rotated, in keys of our own, which llama.cpp passes over."""
+    if record is None:
+        return
+    writer.add_uint32(GGUF_KEY.format("residual"), record.residual)
+    writer.add_uint32(GGUF_KEY.format("values"), record.values)
+    writer.add_uint64(GGUF_KEY.format("seed"), record.seed)
+    writer.add_bool(GGUF_KEY.format("untied"), record.untied)

@@ -7,6 +7,7 @@ from runtime.checkpoints.gguf.keys import Keys, brief
 from runtime.checkpoints.gguf.names import EMBEDDING, HEAD
 from runtime.checkpoints.gguf.reader import Header, damaged
 from runtime.checkpoints.gguf.rope import rope_parameters
+from runtime.checkpoints.rotation import said_in
 from runtime.errors import UserError
 
 
@@ -59,7 +60,7 @@ def configure(header: Header) -> dict[str, Any]:
         config |= family.more(keys, config)
     if not family.sized:
         del config["head_dim"]
-    config |= _special_ids(header, vocab)
+    config |= _special_ids(header, vocab) | said_in(header.metadata, keys.shown)
     return config | {"quantization_config": {"quant_method": "gguf"}}
 
 

@@ -58,7 +58,7 @@ export class Compare extends HTMLElement {
       h(
         "div",
         { class: "filters" },
-        field("Tokens at most", this.most),
+        field("Max tokens", this.most),
         field("Temperature", this.temperature),
         field("Seed", this.seed),
       ),

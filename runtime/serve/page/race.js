@@ -116,7 +116,7 @@ export class Race extends HTMLElement {
         h(
           "div",
           { class: "filters" },
-          field("Tokens at most", this.most),
+          field("Max tokens", this.most),
           field("Turns", this.turns),
           field("Drafter", this.drafter),
           field("Draft length", this.length),

@@ -4,11 +4,11 @@ import { field, h } from "./dom.js";
 
 /** key, label, kind, group, and what the form says of it. `ours`: travels under `specpress`. */
 export const SETTINGS = [
-  { key: "max_tokens", label: "Tokens at most", kind: "number", min: 1, step: 1, group: "Text", start: "128" },
-  { key: "min_tokens", label: "Tokens at least", kind: "number", min: 0, step: 1, group: "Text" },
+  { key: "max_tokens", label: "Max tokens", kind: "number", min: 1, step: 1, group: "Text", start: "128" },
+  { key: "min_tokens", label: "Min tokens", kind: "number", min: 0, step: 1, group: "Text" },
   { key: "seed", label: "Seed", kind: "number", min: 0, step: 1, group: "Text", help: "Empty: one is drawn." },
-  { key: "stop", label: "Ends at", kind: "lines", group: "Text", help: "A text a line; the first that comes ends it." },
-  { key: "ignore_eos", label: "Do not end by itself", kind: "check", group: "Text" },
+  { key: "stop", label: "Stop sequences", kind: "lines", group: "Text", help: "One a line; the text ends before the first." },
+  { key: "ignore_eos", label: "Ignore end of text", kind: "check", group: "Text" },
   { key: "drafter", label: "Drafter", kind: "choice", group: "Speculation", ours: true },
   {
     key: "draft_length",
@@ -23,14 +23,14 @@ export const SETTINGS = [
   },
   {
     key: "verify",
-    label: "Rule",
+    label: "Verification",
     kind: "choice",
     choices: ["coupled", "rejection"],
     group: "Speculation",
     ours: true,
     help: "Of sampled drafts. Rejection accepts more; the text then depends on the drafts.",
   },
-  { key: "prediction", label: "Predicted text", kind: "text", group: "Speculation", help: "Is drafted from." },
+  { key: "prediction", label: "Prediction", kind: "text", group: "Speculation", help: "Expected output, to draft from." },
   { key: "temperature", label: "Temperature", kind: "number", min: 0, max: 100, step: 0.05, group: "Sampling" },
   { key: "top_p", label: "Top p", kind: "number", min: 0, max: 1, step: 0.01, group: "Sampling" },
   { key: "top_k", label: "Top k", kind: "number", min: -1, step: 1, group: "Sampling" },

@@ -9,6 +9,7 @@ from compress.best.budgets import Budgets
 from compress.best.candidates import Measured
 from compress.best.contest import ORIGINAL, Way
 from compress.best.costs import WIDTHS, Costs, key_of
+from compress.best.further import LEARNED, ROTATED, Further
 from compress.best.plan import Plan
 from compress.best.predict import Known, Predicted, propose
 from compress.best.quality import QualityModel
@@ -86,6 +87,10 @@ def random_plan(seed: int, blocks: int, budgets: Budgets, damage: float | None =
         around.front(known, budgets, winner.damage),
         around.prices(known, budgets, winner),
         about,
+        (
+            Further(LEARNED, "trains scales", "name: learned\n", "", drawn.uniform(1, 9000), drawn.randrange(10**10)),
+            Further(ROTATED, "rotates the weights", why="integers gain <nothing> | by it"),
+        ),
     )
 
 

@@ -56,6 +56,10 @@ def test_all_that_was_asked_and_found_is_shown(written: tuple[Path, dict[str, An
         assert text.count("chosen") >= 1 and "breaks the budget of quality" in text
         for one in data["candidates"]:
             assert f"{one['measured']['disk'] / 1e6:.2f}" in text
+        learned, rotated = data["further"]
+        assert f"learned.yaml: about {max(round(learned['seconds'] / 60), 1)} min more" in text
+        assert rotated["does"] in text and "not offered: integers gain" in text and "rotated.yaml" not in text
+        assert (folder / "learned.yaml").is_file() and not (folder / "rotated.yaml").exists()
         for one in data["not_tried"]:
             assert one["why"].split(":")[0] in text.replace("&#39;", "'")
         assert ("first token" in text) == (data["budgets"]["ttft_ms"] is not None)

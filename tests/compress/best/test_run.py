@@ -15,13 +15,16 @@ from compress.best import caches
 from compress.best.__main__ import app
 from compress.best.budgets import Budgets
 from compress.best.folder import CANDIDATES
+from compress.best.further import LEARNED, ROTATED, further
 from compress.best.journal import Journal
 from compress.best.question import Question
 from compress.best.space import CACHE
 from compress.best.start import make_plan
 from compress.context import RunContext
 from compress.errors import UserError
+from compress.pipeline.inputs import open_inputs
 from runtime import load
+from runtime.checkpoints.open import open_checkpoint
 from runtime.model.layers import weight_bytes
 
 Tiny = Callable[..., Path]
@@ -113,7 +116,8 @@ def test_a_plan_that_was_cut_short_goes_on_to_the_same_bytes(
         except KilledError:
             continue
     assert len(noted) >= 6 and (out / "plan.md").is_file()
-    assert sorted(path.name for path in out.iterdir()) == ["best", "plan.html", "plan.json", "plan.md"]
+    ours = ["best", "learned.yaml", "plan.html", "plan.json", "plan.md"]
+    assert sorted(path.name for path in out.iterdir() if path.name != "rotated.yaml") == ours
     plan = json.loads((out / "plan.json").read_text())
     best = next(one for one in plan["candidates"] if one["key"] == plan["winner"])
     assert best["measured"]["perplexity_growth_upper"] <= 0.05 and best["measured"]["disk"] <= 250_000
@@ -124,6 +128,29 @@ def test_a_plan_that_was_cut_short_goes_on_to_the_same_bytes(
     assert {n: f for n, f in ours.items() if n.startswith("model/")} == {
         n: f for n, f in alone.manifest["files"].items() if n.startswith("model/")
     }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "offered"), [("int4", ["learned"]), ("trellis-3", ["learned", "rotated"])])
+def test_what_may_follow_is_a_recipe_that_runs(tiny: Tiny, tmp_path: Path, scheme: str, offered: list[str]) -> None:
+    model = tiny("llama", tie_word_embeddings=True)
+    inputs = open_inputs(RunContext.of(Recipe.load("int8-dynamic"), model=str(model), out=tmp_path / "plan", **SMALL))
+    layers = [{"scheme": scheme, "method": "gptq", "targets": ["down_proj"]}]
+    stages = [{"quantize": {"method": "per-layer", "layers": layers}}]
+    found = list(further(inputs, Recipe.model_validate({"name": "best", "stages": stages})))
+    assert [one.file.removesuffix(".yaml") for one in found if one.text] == offered
+    assert all(one.text or "integers" in one.why for one in found)
+    for one in (one for one in found if one.text):
+        (tmp_path / one.file).write_text(one.text)
+        assert one.memory > 0 and one.seconds >= 0
+        budget = {"tokens": 2048} if one.file == LEARNED else {}
+        options = {**SMALL, **budget, "speed": False}
+        run = compress(model, tmp_path / one.file, tmp_path / f"{one.file}.run", **options)
+        own_head = "lm_head.weight" in open_checkpoint(run.model).names()
+        assert own_head == (one.file == ROTATED) == (one.disk > 0)
+    # A plan of a cache alone has no layers that a stage could train or turn.
+    cache = Recipe.model_validate({"name": "best", "kv": {"scheme": "int8"}})
+    assert all("no layer of the plan is packed" in one.why for one in further(inputs, cache) if one.file == LEARNED)
 
 
 @pytest.mark.slow

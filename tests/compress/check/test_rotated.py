@@ -29,7 +29,7 @@ def test_rotated_weights_are_compared_with_the_originals_turned_alike(packed: bo
     model = compress(original, recipe, tmp_path / "run", samples=1, seq_len=32, report=lambda *_: None).model
     result = check(model, original, Text(tokens=32))
     assert result.level == "good", said(result, "broken") + said(result, "suspicious")
-    assert "turned alike" in said(result, "note")
+    assert "after the same rotation" in said(result, "note")
     assert result.depth is not None and max(result.depth.own) < (0.3 if packed else 1e-3)
     if not packed:
         assert max(weight.error or 0.0 for weight in result.weights) < 1e-3

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from compress.errors import UserError
 from compress.model.plan import make_plan
 from compress.model.source import open_sources
 from compress.model.structure import read_structure
 from compress.pipeline import compress, forecast
 from compress.pipeline.forecast import Forecast
 from compress.pipeline.forecast_training import Size, Sizes, with_training
-from compress.recipe import Recipe
+from compress.recipe import Quantize, Recipe
 from compress.training.checkpoint import Checkpoints
 from compress.training.data import portions
 
@@ -42,6 +43,7 @@ LARGE = Sizes(
     blocks=32,
     stored=14 * 10**9,
     packed=4 * 10**9,
+    integers=7 * 10**9,
     rows=32_000,
     width=4096,
 )
@@ -143,6 +145,10 @@ def test_sizes_are_read_from_the_files(tiny: Tiny) -> None:
     assert sizes.target == sizes.draft == Size.of(shapes)
     assert sizes.packed < sizes.stored == target.checkpoint.bytes_on_disk() - _headers(target.checkpoint.path)
     assert (sizes.rows, sizes.width) == (320, 64)
+    # Of two blocks the attention and the MLP; the embedding stays as it is.
+    assert sizes.integers == sizes.target.weights - 320 * 64 - 5 * 64
+    trellis = Quantize(scheme="trellis-4", method="gptq")
+    assert Sizes.of(target, make_plan(shapes, structure, trellis), structure, None).integers == 0
     assert Size.of({"a": (3, 5), "norm": (7,), "experts": (2, 3, 5)}) == Size(15 + 7 + 30, 5 + 10)
     assert sizes.around + sizes.block.times(sizes.blocks) == sizes.target and sizes.blocks == 2
     assert sizes.made(0.4) == sizes.around + sizes.block
@@ -152,3 +158,26 @@ def _headers(folder: Path) -> int:
     """Bytes of the safetensors files that are no weights: a length of 8 bytes and the header that it says."""
     files = folder.glob("*.safetensors")
     return sum(8 + int.from_bytes(path.read_bytes()[:8], "little") for path in files)
+
+
+def test_learning_that_does_not_fit_says_what_makes_it_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def need(**keys: Any) -> Forecast:
+        stages = [STAGES["learn"][0], {"learn": {"training": TRAINING, **keys}}]
+        return with_training(NOTHING, Recipe.model_validate({"name": "own", "stages": stages}), LARGE)
+
+    # The original and what a layer keeps of its own; with places of codes four more, of the weights in float32.
+    size, base = 4 * LARGE.target.weights, forecast.resident()
+    assert 4 * size < need(rounding=False).memory - base < 5 * size
+    assert 8 * size < need().memory - base < 9 * size
+    # A trellis has no codes that could move.
+    assert with_training(NOTHING, recipe_of("learn"), replace(LARGE, integers=0)).memory == need(rounding=False).memory
+    long = {"training": {**TRAINING, "batch": 64, "length": 512}}
+    assert need(**long, gradient_checkpointing=True).memory < 0.6 * need(**long).memory
+    monkeypatch.setattr(forecast, "available", lambda: 100_000_000_000)
+    with pytest.raises(UserError, match=r"of memory for its stage learn and 100\.0 GB are free: .*rounding: false"):
+        forecast.check(need(), tmp_path, None)
+    assert forecast.check(need(rounding=False), tmp_path, 10**12) is False
+    # Where the work on the weights takes more, the sentence is of that.
+    more = with_training(replace(NOTHING, memory=10**12), recipe_of("learn"), LARGE)
+    with pytest.raises(UserError, match=r"1000\.0 GB of memory and 100\.0 GB are free: .*looks at no text"):
+        forecast.check(more, tmp_path, None)

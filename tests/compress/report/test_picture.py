@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from compress.report import quality, speed
-from compress.report.picture import app, draw
+from compress.report.overview import draw
+from compress.report.picture import app
 from compress.report.schema import Report
 
 EXAMPLE = Path(__file__).with_name("report_example.json")

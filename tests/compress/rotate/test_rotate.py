@@ -185,8 +185,8 @@ def test_a_run_packs_the_rotated_model_and_says_so(family: str, tiny: Tiny, tmp_
     checkpoint = open_checkpoint(run.model)
     record = rotation_of(checkpoint.config)
     assert record is not None and record.residual == 64 and record.untied == (family == "llama")
-    assert any("the residual stream (64)" in line for line in lines)
-    assert any("no longer the embedding" in line for line in lines) == (family == "llama")
+    assert any("the residual stream (64 channels)" in line for line in lines)
+    assert any("the tied head is untied" in line for line in lines) == (family == "llama")
     assert checkpoint.quantization is not None
     # Codes are of the rotated weights: unfolded they are as near to the original's as the plain run's are.
     unfold(run.model, tmp_path / "unfolded", SHARD)

@@ -177,6 +177,8 @@ def test_what_cannot_be_calibrated_is_said(tiny: Callable[..., Path], tmp_path: 
             kv_cache.calibrate(tiny("llama"), "int8", windows)
     with pytest.raises(UserError, match="does not run 'gpt2'"):
         kv_cache.check(open_checkpoint(tiny("gpt2")).config)
+    with pytest.raises(UserError, match="of a language model alone, and 'gemma3' has more beside it"):
+        kv_cache.check({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}})
     kv_cache.check(open_checkpoint(tiny("llama")).config)
     broken = tmp_path / "broken"
     shutil.copytree(tiny("llama"), broken)

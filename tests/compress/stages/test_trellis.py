@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from compress import Recipe, compress
+from compress.errors import UserError
 from compress.export import refusal, run
 from compress.recipe import Quantize
 from runtime import load, native
@@ -16,6 +17,7 @@ from runtime.checkpoints.open import open_checkpoint
 from runtime.contract import Rows
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
+from tests.compress.tiny_architectures import make
 
 pytestmark = pytest.mark.skipif(not native.usable("portable")[0], reason=native.usable("portable")[1])
 Tiny = Callable[..., Path]
@@ -112,3 +114,21 @@ def test_a_model_has_one_format(scheme: str) -> None:
     layers = [{"scheme": "trellis-3", "method": "gptq", "targets": ["a"]}, {"scheme": scheme, "targets": ["b"]}]
     with pytest.raises(ValueError, match=f"hold together, found trellis-3 and {scheme}"):
         Quantize.model_validate({"method": "per-layer", "layers": layers})
+
+
+@pytest.mark.parametrize("recipe", ["trellis-3", "int4-awq", "int8-smoothquant", "per-layer"])
+def test_a_family_of_unknown_structure_is_told_before_any_work(recipe: str, tmp_path: Path) -> None:
+    make("olmo2", tmp_path / "olmo2")
+    layers = [{"scheme": "trellis-3", "method": "gptq", "targets": ["down_proj"]}]
+    stages = [{"quantize": {"method": "per-layer", "layers": layers}}]
+    own = Recipe.model_validate({"name": "own", "stages": stages})
+    asked = own if recipe == "per-layer" else Recipe.load(recipe)
+    options: dict[str, Any] = {"samples": 2, "seq_len": 32, "report": lambda *_: None}
+    with pytest.raises(UserError, match=r"its structure is not known .* a copy of its recipe .compress --show NAME"):
+        compress(tmp_path / "olmo2", asked, tmp_path / "run", **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["olmo2"]
+    # Without folding the same model takes a trellis.
+    if recipe == "trellis-3":
+        data = asked.to_dict()
+        data["stages"][0]["quantize"]["fold"] = False
+        assert compress(tmp_path / "olmo2", Recipe.model_validate(data), tmp_path / "run", **options).model.is_dir()

@@ -302,5 +302,5 @@ def test_a_stream_shows_the_whole_object_and_no_end_token(model: Model) -> None:
     stream = Speculator(model, LookupDrafter()).stream("def f():", 80, structure=STRUCTURES[0], stop=())
     jsonschema.validate(json.loads("".join(piece.text for piece in stream)), SCHEMA)
     assert stream.finish == "stop" and stream.metrics.forced_accepted > 10
-    with pytest.raises(UserError, match="the regex cannot be held to"):
+    with pytest.raises(UserError, match="the regex cannot be enforced"):
         Speculator(model).stream("x", 9, structure=Structure.regex("(?=a)"))

@@ -40,7 +40,7 @@ def test_unknown_keywords_are_refused_by_their_name_wherever_they_are(keyword: s
     ]
     for value in ({}, True, ["a"], 1):
         for place in places:
-            with pytest.raises(UserError, match=rf"keyword {keyword.replace('$', '.')} .* cannot be held to"):
+            with pytest.raises(UserError, match=rf"keyword {keyword.replace('$', '.')} .* cannot be enforced"):
                 Structure.json_schema(place({**OBJECT, keyword: value}))
     # As a value it means nothing.
     schema = Structure.json_schema({"const": {keyword: 1}, "default": {keyword: 2}})

@@ -25,7 +25,7 @@ def test_the_first_divergence_is_the_one_that_a_script_finds(
         written = [one.generate([prompt], max_new_tokens=64)[0].tokens for one in texts]
         first = next((i for i, (a, b) in enumerate(zip(*written, strict=False)) if a != b), None)
         page.page.locator("sp-compare").get_by_label("Prompt").fill(prompt)
-        page.page.locator("sp-compare").get_by_label("Tokens at most").fill("64")
+        page.page.locator("sp-compare").get_by_label("Max tokens").fill("64")
         page.press("compare", "Write both")
         said = page.page.locator("sp-compare .result").first.inner_text()
         assert said.startswith(f"The first {first} tokens are the same" if first is not None else "The two texts are")

@@ -78,7 +78,7 @@ def test_runs_are_listed_sorted_filtered_and_shown_side_by_side(page: Watched, r
 def test_race_compare_and_server_tell_figures(page_with_original: Watched) -> None:
     page = page_with_original.open("race")
     page.page.get_by_role("spinbutton", name="Turns").fill("1")
-    page.page.locator("sp-race").get_by_label("Tokens at most").fill("40")
+    page.page.locator("sp-race").get_by_label("Max tokens").fill("40")
     page.press("race", "Race")
     assert "0 of 40 tokens differ" in page.page.inner_text("sp-race .result")
     page.open("compare")
