@@ -32,11 +32,11 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Drafted:
-    """What the network says of blocks, (n, …) each: logits (n, length, V), and of their largest the logit that it is
-    the target's choice, (n, length)."""
+    """What the network says of n blocks: rows (n, length, hidden) whose products with the target's head are logits, and
+    what its confidence is made of, (n, length, hidden + rank), from where no gradient goes back."""
 
-    logits: Tensor
-    confidence: Tensor
+    rows: Tensor
+    told: Tensor
 
 
 class Layer(nn.Module):
@@ -111,8 +111,12 @@ class BlockNetwork(nn.Module):
             memory = memory + torch.sigmoid(opened) * (torch.tanh(new) - memory)
             memories.append(memory)
         held = torch.stack(memories, dim=1)
-        logits = functional.linear(rows + functional.linear(held, self.add), self.head).float()
-        return Drafted(logits, self._confidence(rows.detach(), held.detach(), logits.detach()))
+        told = torch.cat((rows.detach().float(), held.detach().float()), dim=-1)
+        return Drafted(rows + functional.linear(held, self.add), told)
+
+    def confidence(self, told: Tensor, best: Tensor) -> Tensor:
+        """The logit (…) that the most probable token, whose logarithm of a probability is `best`, is the target's."""
+        return told @ self.sure[:-2] + best * self.sure[-2] + self.sure[-1]
 
     def _rows(self, blocks: Blocks) -> Tensor:
         """(B · n, length, hidden): the normed rows that logits are made of."""
@@ -142,11 +146,6 @@ class BlockNetwork(nn.Module):
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         return functional.rms_norm(self.embedding[tokens], self.embedding.shape[1:], eps=self.about.norm_eps)
-
-    def _confidence(self, rows: Tensor, held: Tensor, logits: Tensor) -> Tensor:
-        best = logits.log_softmax(-1).amax(-1, keepdim=True)
-        told = torch.cat((rows.float(), held.float(), best, torch.ones_like(best)), dim=-1)
-        return told @ self.sure
 
 
 def angles(places: Tensor, about: Description) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ _AT_ONCE = 4
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """The target's last norm and its head, which make its logits of the last of the kept states.
+    """The target's last norm and its head, which make its logits of its states behind the last of its `layers`.
 
     table (V, hidden); weight and bias (hidden,), None: no bias; is_rms: by the root mean square.
     """
@@ -38,19 +38,18 @@ class Head:
     bias: Tensor | None
     is_rms: bool
     eps: float
+    layers: int
 
     @classmethod
     def of(cls, decoder: BaseDecoder, table: Tensor) -> "Head":
         norm, a = decoder.parts.norm, decoder.architecture
-        return cls(table, norm.weight, norm.bias, a.norm == "rms", a.norm_eps)
+        return cls(table, norm.weight, norm.bias, a.norm == "rms", a.norm_eps, decoder.layers)
 
-    def logits(self, stream: Tensor) -> Tensor:
-        """(…, V) float32 after the residual stream (…, hidden) behind the last layer."""
+    def rows(self, stream: Tensor) -> Tensor:
+        """(…, hidden): what the table makes logits of, from the residual stream (…, hidden) behind the last layer."""
         if self.is_rms:
-            normed = functional.rms_norm(stream, self.weight.shape, self.weight, self.eps)
-        else:
-            normed = functional.layer_norm(stream, self.weight.shape, self.weight, self.bias, self.eps)
-        return functional.linear(normed, self.table).float()
+            return functional.rms_norm(stream, self.weight.shape, self.weight, self.eps)
+        return functional.layer_norm(stream, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class BlockTask:
@@ -107,12 +106,12 @@ class BlockTask:
         return max(1, self._text.first), tokens.shape[1] - 1
 
     def _learn(self, tokens: Tensor, states: Tensor, anchors: Tensor) -> Learned:
-        blocks, places = blocks_of(tokens, states, anchors, self.network.about.length)
-        with torch.no_grad():
-            # Where the final states are kept they say what the target's distribution was.
-            wanted = self._head.logits(states[..., -self.network.about.hidden_size :])
-        drafted = self.network(blocks)
-        return learn(drafted, places, Teacher(wanted, tokens), self._stage.decay, self._stage.distill)
+        about = self.network.about
+        blocks, places = blocks_of(tokens, states, anchors, about.length)
+        # Where the final states are kept they say what the target's distribution was.
+        known = self._head.rows(states[..., -about.hidden_size :]) if about.taps[-1] == self._head.layers else None
+        teacher = Teacher(tokens, self._head.table, known)
+        return learn(self.network, blocks, places, teacher, self._stage.decay, self._stage.distill)
 
 
 def write(network: BlockNetwork, out: Path) -> None:

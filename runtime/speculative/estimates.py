@@ -9,15 +9,17 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 
-# How much a new time counts against all earlier ones, and how many times the usual a slow one counts at most: a round
-# in which the machine was elsewhere says little.
-RATE = 0.1
+# How much a new time counts against all earlier ones at least, and how many times the usual a slow one counts at most:
+# a round in which the machine was elsewhere says little.
+RATE = 0.05
 OUTLIER = 1.5
-# The least of so many first times counts: memory is new to them and threads asleep, and a width that looked slow once
-# would not be tried again.
+# The middle one of so many first times counts: memory is new to them and threads asleep, and a width that looked slow
+# once would not be tried again. Their least would make whatever was tried last look best.
 _FIRST = 3
 # What a round leaves of the counts before it: some hundred rounds decide.
 _FADE = 0.99
+# How many drafts counts for what was known of a drafter before its first one.
+_KNOWN = 6.0
 # How many tries the acceptance one depth above counts for. A first token that nothing is known of is hoped for.
 _PRIOR = 2.0
 _HOPED = 0.7
@@ -27,11 +29,16 @@ _HEAVY = 1e9
 
 @dataclass
 class Curve:
-    """A time by an amount of work: a fading mean where it was measured, straight lines between and beyond."""
+    """A time by an amount of work: a fading mean where it was measured, straight lines between and beyond.
+
+    More work does not take less time: neighbours that say so are both taken for their mean.
+    """
 
     values: dict[int, float] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
     known: list[int] = field(default_factory=list, init=False)  # where, in order
+    _first: dict[int, list[float]] = field(default_factory=dict, init=False)
+    _rising: list[float] = field(default_factory=list, init=False)  # of `known`, when it was last asked for
 
     def __post_init__(self) -> None:
         self.known = sorted(self.values)
@@ -40,34 +47,57 @@ class Curve:
         """Takes in one measurement, or the mean of as many as `times`."""
         old, count = self.values.get(at), self.counts.get(at, 0)
         self.counts[at] = count + times
+        self._rising = []
         if old is None:
-            self.values[at] = seconds
+            self.values[at], self._first[at] = seconds, [seconds]
             insort(self.known, at)
         elif count < _FIRST:
-            self.values[at] = min(old, seconds)
+            first = self._first.setdefault(at, [old])
+            first.append(seconds)
+            self.values[at] = sorted(first)[(len(first) - 1) // 2]
         else:
-            rate = 1 - (1 - RATE) ** times
-            self.values[at] = old + rate * (min(seconds, OUTLIER * old) - old)
+            # The plain mean at first: what is known by one time would keep a third of its noise.
+            young = min(times, max(0, round(1 / RATE) - count))
+            kept = count / (count + young) * (1 - RATE) ** (times - young)
+            self.values[at] = old + (1 - kept) * (min(seconds, OUTLIER * old) - old)
+
+    def scale(self, factor: float) -> None:
+        """What took so long takes so many times as long."""
+        self.values = {at: factor * seconds for at, seconds in self.values.items()}
+        self._rising = []
 
     def at(self, x: float) -> float:
         """The time at x; 0 where nothing was measured."""
         known = self.known
         if not known:
             return 0.0
+        values = self._rising or self._rise()
         first, last = known[0], known[-1]
         if x <= first:
-            return self.values[first]
+            return values[0]
         if x <= last:
             place = bisect_left(known, x)
             low, high = known[place - 1], known[place]
             share = (x - low) / (high - low)
-            return self.values[low] * (1 - share) + self.values[high] * share
+            return values[place - 1] * (1 - share) + values[place] * share
         if first == last:
             # All that is known of the cost of more work: it is not more than proportional.
-            return self.values[last] * x / last if last > 0 else self.values[last]
-        # The slope over all that is known, which wavers least; never downwards: more work does not take less time.
-        slope = max(0.0, (self.values[last] - self.values[first]) / (last - first))
-        return self.values[last] + slope * (x - last)
+            return values[-1] * x / last if last > 0 else values[-1]
+        # The slope over all that is known, which wavers least.
+        return values[-1] + (values[-1] - values[0]) / (last - first) * (x - last)
+
+    def _rise(self) -> list[float]:
+        """The values of `known`, nowhere falling: the nearest such ones by their counts (pool adjacent violators)."""
+        pools: list[tuple[float, float, int]] = []  # value, weight, how many
+        for at in self.known:
+            value, weight, size = self.values[at], min(self.counts.get(at, 0), 1 / RATE) or 1.0, 1
+            while pools and pools[-1][0] > value:
+                other, heavy, more = pools.pop()
+                value = (value * weight + other * heavy) / (weight + heavy)
+                weight, size = weight + heavy, size + more
+            pools.append((value, weight, size))
+        self._rising = [value for value, _, size in pools for _ in range(size)]
+        return self._rising
 
 
 @dataclass
@@ -82,6 +112,12 @@ class Chain:
     allowed: list[float] = field(default_factory=list)
     drafted: list[float] = field(default_factory=list)
     weight: float = 1.0
+
+    def begin(self, accepted: Sequence[float]) -> None:
+        """Counts drafts that were seen elsewhere: the share of them that was accepted to each depth, or further."""
+        self.reached = [_KNOWN * share for share in (1.0, *accepted[:-1])]
+        self.accepted = [_KNOWN * share for share in accepted]
+        self.allowed, self.drafted = ([_KNOWN] * len(accepted) for _ in range(2))
 
     def fade(self) -> None:
         """A round has passed in which something was drafted."""
@@ -129,6 +165,10 @@ class Tree:
     """Trees by the number of their nodes: how many tokens were accepted. More nodes never gain less."""
 
     gained: dict[int, tuple[float, float]] = field(default_factory=dict)  # sum and count, both fading
+
+    def begin(self, nodes: int, accepted: float) -> None:
+        """Counts trees that were seen elsewhere: how many of their tokens were accepted on average."""
+        self.gained[nodes] = _KNOWN * accepted, _KNOWN
 
     def fade(self) -> None:
         """A round has passed in which something was drafted."""

@@ -16,10 +16,10 @@ from runtime.speculative.draft_length import (
     PROBING,
     Controller,
     DraftBudget,
-    Drafted,
     Round,
 )
 from runtime.speculative.estimates import Chain, Curve, Tree
+from runtime.speculative.measured import Drafted
 
 
 def simulate(
@@ -405,3 +405,57 @@ def test_a_look_while_the_machine_is_elsewhere_does_not_end_all_looking() -> Non
         if gamma:
             break
     assert controller.probing_seconds < before + 10
+
+
+# Texts of a few hundred tokens, of a drafter that proposes seven at most, whatever γ.
+
+LENGTH, TOKENS = 7, 192
+# Tokens a round of seven drafted ones: code and chat, as DSpark's paper has them (2607.05147, table 1).
+CODE, CHAT = 0.867, 0.745
+
+
+def bent(width: int) -> float:
+    """A forward at the memory's limit for a few rows, and at the arithmetic's for more."""
+    return 1 + 0.02 * (width - 1) + 0.15 * max(0, width - 6)
+
+
+def text(
+    controller: Controller | int, p: float, forward: Callable[[int], float], seed: int, noise: float = 0.1
+) -> float:
+    """The time that a text takes on a machine without noise, where γ is chosen (or given) on one that has it."""
+    accepting, machine, took, tokens = np.random.default_rng(seed), np.random.default_rng(seed + 1), 0.0, 1
+    accept = per_token(p)
+    while tokens < TOKENS:
+        room = TOKENS - tokens - 1
+        if isinstance(controller, int):
+            gamma = min(controller, room)
+        else:
+            gamma = 0 if (resting := controller.resting(1)) else controller.next_budget(1, room)[0]
+        drafted = min(gamma, LENGTH)
+        accepted = accept(drafted, accepting)
+        spent = 0.15 + 0.01 * drafted if gamma else 0.0, forward(1 + drafted)
+        draft, target = (one * machine.lognormal(0, noise) for one in spent)
+        if not isinstance(controller, int):
+            if resting:
+                controller.rested(target)
+            else:
+                drafts = (Drafted(drafted, accepted),) if gamma else ()
+                controller.observe(Round(1, gamma, drafts, 1 + drafted, draft, target))
+        took += sum(spent)
+        tokens += 1 + accepted
+    return took
+
+
+def nearness(texts: range, make: Callable[[], Controller], p: float, forward: Callable[[int], float]) -> float:
+    """How near a chosen γ comes to the best fixed one in these texts of a controller, over several controllers."""
+    controllers = range(12)
+    fixed = min(
+        sum(text(gamma, p, forward, 100 * one + number) for one in controllers for number in texts)
+        for gamma in range(LENGTH + 1)
+    )
+    chosen = 0.0
+    for one in controllers:
+        controller = make()
+        times = [text(controller, p, forward, 100 * one + number) for number in range(texts.stop)]
+        chosen += sum(times[texts.start :])
+    return fixed / chosen
