@@ -22,6 +22,10 @@ from runtime.model.base import BaseDecoder
 from runtime.speculative.drafters.block import BlockDrafter
 from runtime.speculative.drafters.block_network import load_network
 
+# Matrices that begin at random in any case, and the rate of those that do not: Muon, and AdamW at the rate of the
+# others, would leave nothing of what they begin with.
+_AT_RANDOM = ("of_token", "of_row", "of_memory", "add")
+_BEGUN_RATE = 0.25
 # Windows that are looked at together when the best weights are chosen.
 _AT_ONCE = 4
 
@@ -59,13 +63,20 @@ class BlockTask:
         self.network, self._stage, self._text, self._head, self._autocast = network, stage, text, head, autocast
 
     def groups(self) -> list[Group]:
-        """Matrices, and everything else, without decay."""
+        """Matrices, those that begin as they are meant to at a lower rate, and everything else, without decay."""
         named = dict(self.network.named_parameters())
         inner = {name for name, p in named.items() if p.ndim == 2 and name not in ("places", "tap_norms")}
-        rest = [parameter for name, parameter in named.items() if name not in inner]
+        begun = {name for name in inner if self.network.begun and name not in _AT_RANDOM and "layers." not in name}
+        begun |= {name for name in inner if self.network.begun and name.startswith("layers.0.")}
+        of = {
+            "begun": [named[name] for name in named if name in begun],
+            "matrices": [named[name] for name in named if name in inner - begun],
+            "rest": [parameter for name, parameter in named.items() if name not in inner],
+        }
         return [
-            Group("matrices", [named[name] for name in named if name in inner], optimizer=self._stage.optimizer),
-            Group("rest", rest, weight_decay=0.0),
+            *([Group("begun", of["begun"], rate_factor=_BEGUN_RATE)] if begun else []),
+            Group("matrices", of["matrices"], optimizer=self._stage.optimizer),
+            Group("rest", of["rest"], weight_decay=0.0),
         ]
 
     def loss(self, batch: Tensor, progress: float) -> Loss:
@@ -117,7 +128,7 @@ class BlockTask:
 def write(network: BlockNetwork, out: Path) -> None:
     """Writes block.json and block.safetensors (bfloat16); equal networks give equal bytes."""
     out.mkdir(parents=True, exist_ok=True)
-    stored = {name: tensor.detach().bfloat16().contiguous() for name, tensor in network.state_dict().items()}
+    stored = {name: tensor.bfloat16().contiguous() for name, tensor in network.stored().items()}
     write_atomic(out / WEIGHTS, save(stored, metadata={"format": "pt"}))
     write_atomic(out / DESCRIPTION, network.about.to_json().encode())
 

@@ -3,6 +3,7 @@
 All fade: what was seen lately counts more.
 """
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ _KNOWN = 6.0
 # How many tries the acceptance one depth above counts for. A first token that nothing is known of is hoped for.
 _PRIOR = 2.0
 _HOPED = 0.7
+# Trees that were seen so seldom lately say nothing.
+_FORGOTTEN = 0.1
 # Weights are brought back to 1 above this.
 _HEAVY = 1e9
 
@@ -87,16 +90,9 @@ class Curve:
         return values[-1] + (values[-1] - values[0]) / (last - first) * (x - last)
 
     def _rise(self) -> list[float]:
-        """The values of `known`, nowhere falling: the nearest such ones by their counts (pool adjacent violators)."""
-        pools: list[tuple[float, float, int]] = []  # value, weight, how many
-        for at in self.known:
-            value, weight, size = self.values[at], min(self.counts.get(at, 0), 1 / RATE) or 1.0, 1
-            while pools and pools[-1][0] > value:
-                other, heavy, more = pools.pop()
-                value = (value * weight + other * heavy) / (weight + heavy)
-                weight, size = weight + heavy, size + more
-            pools.append((value, weight, size))
-        self._rising = [value for value, _, size in pools for _ in range(size)]
+        """The values of `known`, nowhere falling; those measured more often count more."""
+        weights = [min(self.counts.get(at, 0), 1 / RATE) or 1.0 for at in self.known]
+        self._rising = rising([self.values[at] for at in self.known], weights)
         return self._rising
 
 
@@ -162,27 +158,65 @@ class Chain:
 
 @dataclass
 class Tree:
-    """Trees by the number of their nodes: how many tokens were accepted. More nodes never gain less."""
+    """Trees by the most nodes that they may have: how many they had, and how many tokens of them were accepted.
 
-    gained: dict[int, tuple[float, float]] = field(default_factory=dict)  # sum and count, both fading
+    Between what was seen tokens grow with the logarithm of the nodes: each doubling adds as much. More nodes never gain
+    less.
+    """
+
+    seen: dict[int, tuple[float, float, float]] = field(default_factory=dict)  # accepted, nodes, count; all fading
 
     def begin(self, nodes: int, accepted: float) -> None:
         """Counts trees that were seen elsewhere: how many of their tokens were accepted on average."""
-        self.gained[nodes] = _KNOWN * accepted, _KNOWN
+        self.seen[nodes] = _KNOWN * accepted, _KNOWN * nodes, _KNOWN
 
     def fade(self) -> None:
         """A round has passed in which something was drafted."""
-        self.gained = {nodes: (total * _FADE, count * _FADE) for nodes, (total, count) in self.gained.items()}
+        self.seen = {budget: (a * _FADE, n * _FADE, c * _FADE) for budget, (a, n, c) in self.seen.items()}
 
-    def add(self, nodes: int, accepted: int) -> None:
+    def add(self, budget: int, nodes: int, accepted: int) -> None:
         """Takes in one tree."""
-        total, count = self.gained.get(nodes, (0.0, 0.0))
-        self.gained[nodes] = (total + accepted, count + 1)
+        before = self.seen.get(budget, (0.0, 0.0, 0.0))
+        self.seen[budget] = before[0] + accepted, before[1] + nodes, before[2] + 1
 
-    def tokens(self, nodes: int) -> float:
-        """Tokens that a tree of so many nodes can be expected to have accepted: each doubling adds as much."""
-        known = [(size, total / count) for size, (total, count) in self.gained.items() if count > 0.1]
-        if not known or nodes == 0:
-            return 0.0 if nodes == 0 else _HOPED * nodes.bit_length()
-        size, mean = min(known, key=lambda one: abs(one[0].bit_length() - nodes.bit_length()))
-        return mean * nodes.bit_length() / size.bit_length()
+    def tokens(self, most: int) -> list[float]:
+        """Tokens that trees of at most 0, 1, … `most` nodes can be expected to have accepted."""
+        known = sorted((budget, a / c, c) for budget, (a, _, c) in self.seen.items() if c > _FORGOTTEN)
+        if not known:
+            return [_HOPED * math.log2(1 + nodes) for nodes in range(most + 1)]
+        means = rising([mean for _, mean, _ in known], [count for _, _, count in known])
+        places = [math.log2(1 + budget) for budget, _, _ in known]
+        # Nothing gains nothing; beyond the largest all doublings have added as much as those up to it.
+        points = [(0.0, 0.0), *zip(places, means, strict=True), (2 * places[-1] + 9, means[-1] * (2 + 9 / places[-1]))]
+        return [_between(points, math.log2(1 + nodes)) for nodes in range(most + 1)]
+
+    def lengths(self, most: int) -> list[float]:
+        """Nodes that trees of at most 0, 1, … `most` can be expected to have."""
+        known = [(budget, n / c) for budget, (_, n, c) in self.seen.items() if c > _FORGOTTEN]
+        if not known:
+            return [float(nodes) for nodes in range(most + 1)]
+        found = []
+        for nodes in range(most + 1):
+            budget, mean = min(known, key=lambda one: abs(one[0] - nodes))
+            found.append(nodes * mean / budget)
+        return found
+
+
+def rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The nearest numbers that nowhere fall, by the sum of weighted squares (pool adjacent violators)."""
+    pools: list[tuple[float, float, int]] = []  # value, weight, how many
+    for value, weight in zip(values, weights, strict=True):
+        size = 1
+        while pools and pools[-1][0] > value:
+            other, heavy, more = pools.pop()
+            value = (value * weight + other * heavy) / (weight + heavy)
+            weight, size = weight + heavy, size + more
+        pools.append((value, weight, size))
+    return [value for value, _, size in pools for _ in range(size)]
+
+
+def _between(points: Sequence[tuple[float, float]], x: float) -> float:
+    """The height at x of the lines through points, in order."""
+    place = min(max(bisect_left(points, (x,)), 1), len(points) - 1)
+    (left, low), (right, high) = points[place - 1], points[place]
+    return low + (high - low) * (x - left) / (right - left)

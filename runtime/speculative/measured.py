@@ -107,12 +107,11 @@ class Gains:
         self._trees = self._trees or not all(draft.chain for draft in drafts)
         for draft in drafts:
             if self._trees:
-                self._tree.add(budget, draft.accepted)
+                self._tree.add(budget, draft.drafted, draft.accepted)
             else:
                 self._chain.add(budget, draft.drafted, draft.accepted)
 
     def expected(self, most: int) -> tuple[list[float], list[float]]:
         """Accepted tokens and drafted ones, for γ = 0, 1, … `most`."""
-        if self._trees:
-            return [self._tree.tokens(n) for n in range(most + 1)], [float(n) for n in range(most + 1)]
-        return self._chain.tokens(most), self._chain.lengths(most)
+        of = self._tree if self._trees else self._chain
+        return of.tokens(most), of.lengths(most)
