@@ -8,7 +8,7 @@ prompt lookup, which often finds nothing, and a model, which always drafts, are 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from runtime.speculative.estimates import OUTLIER, RATE
+from runtime.speculative.estimates import WINDOW
 from runtime.speculative.measured import Drafted, Gains, Prior, Times
 
 LONGEST = 16
@@ -22,8 +22,12 @@ CHECKING = 0.01  # times the square of what not drafting gains over what draftin
 # What drafts longer than those that look best may cost, as a share of all time: that a second token costs less than the
 # first one did is only seen by drafting it.
 LENGTHENING = 0.0025
-# How many rounds such a look counts for: there are few.
-_LOOK = 3
+# How many times the usual a round that looks at something takes at most, where the machine was elsewhere.
+_OUTLIER = 1.5
+# How often longer drafts are looked at before a choice holds for long.
+_LOOKS = 3
+# What a round leaves of the most that reading took lately.
+_UNREAD = 0.9
 # What drafting must promise over not drafting where requests share forwards. A round's rate does not show that texts of
 # a batch which gain unevenly end unevenly, so that later forwards are shared by fewer.
 MARGIN = 1.15
@@ -100,12 +104,9 @@ class Controller:
         self._reading = 0.0  # what a drafter took to read a token that was written without it, at most lately
         self._held: tuple[int, int, int, int] = (0, 0, 0, 0)  # batch, most, γ, and until which round
         self._hold = _HOLD
-        # Rounds that a hold on not drafting still has, and those that it had, which are not counted yet.
+        # Rounds that a hold on not drafting still has, and what those took that it had, which are not counted yet.
         self._rest = 0
-        self._rested_rounds = 0
-        self._rested_seconds = 0.0
-        self._rested_usual = 0.0  # the same, slow rounds counted as a Curve counts them
-        self._slowest = 0.0
+        self._rested: list[float] = []
 
     def resting(self, batch: int) -> bool:
         """Whether it is settled that the next round of `batch` requests drafts nothing.
@@ -118,9 +119,7 @@ class Controller:
     def rested(self, seconds: float) -> None:
         """Learns from a round that was not asked for, of no drafts and no prompts."""
         self._rest -= 1
-        self._rested_rounds += 1
-        self._rested_seconds += seconds
-        self._rested_usual += min(seconds, self._slowest)
+        self._rested.append(seconds)
 
     def next_budget(self, batch: int, missing: int, alone: bool = True, unread: int = 1) -> DraftBudget:
         """For a round of `batch` requests, of which the longest has room for `missing` drafted tokens.
@@ -146,14 +145,14 @@ class Controller:
 
     def _end_rest(self) -> bool:
         """Counts the rounds of a rest, which is done when it ends; whether there was any."""
-        rested, self._rest, self._rested_rounds = self._rested_rounds, 0, 0
+        rested, self._rest, self._rested = self._rested, 0, []
         if rested:
-            self._rounds += rested
+            self._rounds += len(rested)
             self._last[False] = self._rounds
-            self.seconds += self._rested_seconds
-            self._times.add_target(self._held[0], self._rested_usual / rested, rested)
-            self._rested_seconds = self._rested_usual = 0.0
-        return rested > 0
+            self.seconds += sum(rested)
+            for seconds in rested[-WINDOW:]:
+                self._times.add_target(self._held[0], seconds)
+        return bool(rested)
 
     def _choose(self, batch: int, missing: int, most: int, alone: bool, unread: int) -> DraftBudget:
         """What looks best, or what is to be looked at; arguments as for `next_budget`, of at most `most` tokens."""
@@ -227,7 +226,7 @@ class Controller:
         self._last[found.budget > 0] = self._rounds
         batch, _, held, until = self._held
         if found.budget == held == 0 and found.batch == batch and not changing:
-            self._rest, self._slowest = until - self._rounds, OUTLIER * self._times.target(batch)
+            self._rest = until - self._rounds
         expected = self._times.target(found.width) + self._times.drafting(len(found.drafts), found.budget)
         drafted = any(draft.drafted for draft in found.drafts)
         if found.budget > 0:
@@ -237,12 +236,11 @@ class Controller:
             if found.unread and found.drafts:
                 usual = self._times.drafting(len(found.drafts), found.budget)
                 extra = max(0.0, found.draft_seconds - usual) / found.unread
-                self._reading = max(extra, (1 - RATE) * self._reading)
+                self._reading = max(extra, _UNREAD * self._reading)
             if not found.unread:
                 self._times.add_drafting(len(found.drafts), found.budget, found.draft_seconds)
         if not changing:
-            looked = self._look is not None and found.budget == 0
-            self._times.add_target(found.width, found.target_seconds, _LOOK if looked else 1)
+            self._times.add_target(found.width, found.target_seconds)
         if self._look is not None:
             self._empty = self._empty + 1 if found.budget > 0 and not drafted else 0
             if found.budget > 0 and (found.unread or 0 < self._empty <= _REPEATS):
@@ -252,7 +250,7 @@ class Controller:
             # Feeding a draft model what it has missed meanwhile is part of what a probe costs.
             gained = found.batch + sum(draft.accepted for draft in found.drafts)
             # A round in which the machine was elsewhere is not what looking costs.
-            usual = min(taken, OUTLIER * expected) if expected > 0 and not found.unread else taken
+            usual = min(taken, _OUTLIER * expected) if expected > 0 and not found.unread else taken
             lost = max(0.0, usual - gained / self._look.rate)
             if self._look.longer:
                 self.lengthening_seconds += lost
@@ -301,4 +299,4 @@ class Controller:
     def _knows_longer(self, best: int, most: int) -> bool:
         """Whether drafts twice as long as those that look best have been looked at often enough."""
         longer = min(2 * best, most)
-        return longer == best or self._times.drafts(longer) >= _LOOK
+        return longer == best or self._times.drafts(longer) >= _LOOKS

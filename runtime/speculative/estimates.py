@@ -5,18 +5,16 @@ All fade: what was seen lately counts more.
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 
-# How much a new time counts against all earlier ones at least, and how many times the usual a slow one counts at most:
-# a round in which the machine was elsewhere says little.
-RATE = 0.05
-OUTLIER = 1.5
-# The middle one of so many first times counts: memory is new to them and threads asleep, and a width that looked slow
-# once would not be tried again. Their least would make whatever was tried last look best.
-_FIRST = 3
+# Of so many last times of each amount of work the mean of the faster half counts. On a machine that others use, too,
+# every third round may take three times as long: that hits long rounds as often as they are long, and so changes
+# nothing of which one is best, but a few times of each show nothing else.
+WINDOW = 16
 # What a round leaves of the counts before it: some hundred rounds decide.
 _FADE = 0.99
 # How many drafts counts for what was known of a drafter before its first one.
@@ -32,49 +30,46 @@ _HEAVY = 1e9
 
 @dataclass
 class Curve:
-    """A time by an amount of work: a fading mean where it was measured, straight lines between and beyond.
+    """A time by an amount of work: what was measured lately, straight lines between and beyond.
 
-    More work does not take less time: neighbours that say so are both taken for their mean.
+    More work does not take less time, and not more than as many times as long: where measurements say so, neighbours
+    that fall are both taken for their mean, and what is too slow for what was measured of less work for as much as
+    that allows.
     """
 
-    values: dict[int, float] = field(default_factory=dict)
+    times: dict[int, deque[float]] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
     known: list[int] = field(default_factory=list, init=False)  # where, in order
-    _first: dict[int, list[float]] = field(default_factory=dict, init=False)
-    _rising: list[float] = field(default_factory=list, init=False)  # of `known`, when it was last asked for
+    _values: list[float] = field(default_factory=list, init=False)  # of `known`, when they were last asked for
 
     def __post_init__(self) -> None:
-        self.known = sorted(self.values)
+        self.known = sorted(self.times)
 
-    def add(self, at: int, seconds: float, times: int = 1) -> None:
-        """Takes in one measurement, or the mean of as many as `times`."""
-        old, count = self.values.get(at), self.counts.get(at, 0)
-        self.counts[at] = count + times
-        self._rising = []
-        if old is None:
-            self.values[at], self._first[at] = seconds, [seconds]
+    @classmethod
+    def of(cls, values: Mapping[int, float]) -> "Curve":
+        """One that knows these times from elsewhere: each counts as one measurement."""
+        return cls({at: deque((seconds,), WINDOW) for at, seconds in values.items()})
+
+    def add(self, at: int, seconds: float) -> None:
+        """Takes in one measurement."""
+        self._values = []
+        self.counts[at] = self.counts.get(at, 0) + 1
+        if at not in self.times:
+            self.times[at] = deque(maxlen=WINDOW)
             insort(self.known, at)
-        elif count < _FIRST:
-            first = self._first.setdefault(at, [old])
-            first.append(seconds)
-            self.values[at] = sorted(first)[(len(first) - 1) // 2]
-        else:
-            # The plain mean at first: what is known by one time would keep a third of its noise.
-            young = min(times, max(0, round(1 / RATE) - count))
-            kept = count / (count + young) * (1 - RATE) ** (times - young)
-            self.values[at] = old + (1 - kept) * (min(seconds, OUTLIER * old) - old)
+        self.times[at].append(seconds)
 
     def scale(self, factor: float) -> None:
         """What took so long takes so many times as long."""
-        self.values = {at: factor * seconds for at, seconds in self.values.items()}
-        self._rising = []
+        self.times = {at: deque((factor * one for one in times), WINDOW) for at, times in self.times.items()}
+        self._values = []
 
     def at(self, x: float) -> float:
         """The time at x; 0 where nothing was measured."""
         known = self.known
         if not known:
             return 0.0
-        values = self._rising or self._rise()
+        values = self._values or self._find()
         first, last = known[0], known[-1]
         if x <= first:
             return values[0]
@@ -89,11 +84,21 @@ class Curve:
         # The slope over all that is known, which wavers least.
         return values[-1] + (values[-1] - values[0]) / (last - first) * (x - last)
 
-    def _rise(self) -> list[float]:
-        """The values of `known`, nowhere falling; those measured more often count more."""
-        weights = [min(self.counts.get(at, 0), 1 / RATE) or 1.0 for at in self.known]
-        self._rising = rising([self.values[at] for at in self.known], weights)
-        return self._rising
+    def _find(self) -> list[float]:
+        """The values of `known`; those measured more often count more."""
+        found, bound = [_faster_half(self.times[at]) for at in self.known], math.inf
+        for place, at in enumerate(self.known):
+            if at > 0 and found[place] > 0:
+                found[place] = min(found[place], bound * at)
+                bound = min(bound, found[place] / at)
+        self._values = rising(found, [len(self.times[at]) for at in self.known])
+        return self._values
+
+
+def _faster_half(times: Collection[float]) -> float:
+    """The mean of the faster half of some times, of one more than of the slower ones where they are odd."""
+    half = (len(times) + 1) // 2
+    return sum(sorted(times)[:half]) / half
 
 
 @dataclass

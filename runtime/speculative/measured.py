@@ -44,8 +44,8 @@ class Times:
     """Seconds of the target's forward by its rows, and of drafting by the requests drafted for and their budget."""
 
     def __init__(self, prior: Prior | None = None) -> None:
-        self._target = Curve() if prior is None else Curve(dict(prior.widths))
-        self._draft = {} if prior is None else {1: Curve({0: 0.0, prior.length: prior.drafting})}
+        self._target = Curve() if prior is None else Curve.of(prior.widths)
+        self._draft = {} if prior is None else {1: Curve.of({0: 0.0, prior.length: prior.drafting})}
         # With a prior: how long a forward of one row seems to take, by each of the first rounds; the middle one counts.
         self._units: list[float] = []
         self._unit = 1.0
@@ -54,7 +54,7 @@ class Times:
     @property
     def widest(self) -> int:
         """The most rows whose time is known; 0 where none is."""
-        return max(self._target.values, default=0)
+        return max(self._target.known, default=0)
 
     def target(self, width: float) -> float:
         """Of a forward; 0 where nothing is known."""
@@ -72,15 +72,15 @@ class Times:
         """How often drafts of this budget were timed."""
         return max((curve.counts.get(budget, 0) for curve in self._draft.values()), default=0)
 
-    def add_target(self, width: int, seconds: float, times: int = 1) -> None:
-        """Takes in a forward, or the mean of as many as `times`."""
+    def add_target(self, width: int, seconds: float) -> None:
+        """Takes in a forward."""
         if self._begins:
             self._measure(seconds * self._unit / self._target.at(width))
-        self._target.add(width, seconds, times)
+        self._target.add(width, seconds)
 
     def add_drafting(self, requests: int, budget: int, seconds: float) -> None:
         """Takes in drafts."""
-        self._draft.setdefault(requests, Curve({0: 0.0})).add(budget, seconds)
+        self._draft.setdefault(requests, Curve.of({0: 0.0})).add(budget, seconds)
 
     def _measure(self, unit: float) -> None:
         """What a prior says becomes seconds, of which it knows nothing."""
