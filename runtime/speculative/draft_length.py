@@ -22,8 +22,6 @@ CHECKING = 0.01  # times the square of what not drafting gains over what draftin
 # What drafts longer than those that look best may cost, as a share of all time: that a second token costs less than the
 # first one did is only seen by drafting it.
 LENGTHENING = 0.0025
-# How many times the usual a round that looks at something takes at most, where the machine was elsewhere.
-_OUTLIER = 1.5
 # How often longer drafts are looked at before a choice holds for long.
 _LOOKS = 3
 # What a round leaves of the most that reading took lately.
@@ -250,7 +248,7 @@ class Controller:
             # Feeding a draft model what it has missed meanwhile is part of what a probe costs.
             gained = found.batch + sum(draft.accepted for draft in found.drafts)
             # A round in which the machine was elsewhere is not what looking costs.
-            usual = min(taken, _OUTLIER * expected) if expected > 0 and not found.unread else taken
+            usual = min(taken, expected) if expected > 0 and not found.unread else taken
             lost = max(0.0, usual - gained / self._look.rate)
             if self._look.longer:
                 self.lengthening_seconds += lost
@@ -285,8 +283,8 @@ class Controller:
         return choice if lost <= left else None
 
     def _longer(self, batch: int, best: int, rates: Sequence[float]) -> DraftBudget | None:
-        """A round of drafts twice as long as those that look best, if it is due and can be afforded."""
-        longer = min(2 * best, len(rates) - 1)
+        """A round of drafts a third longer than those that look best, if it is due and can be afforded."""
+        longer = min(_longer_than(best), len(rates) - 1)
         if longer == best or rates[longer] == 0 or self._rounds - self._longer_at < _HOLD:
             return None
         gained = batch * (1 + self._gains.expected(longer)[0][longer])
@@ -297,6 +295,10 @@ class Controller:
         return DraftBudget(longer, batch)
 
     def _knows_longer(self, best: int, most: int) -> bool:
-        """Whether drafts twice as long as those that look best have been looked at often enough."""
-        longer = min(2 * best, most)
+        """Whether drafts a third longer than those that look best have been looked at often enough."""
+        longer = min(_longer_than(best), most)
         return longer == best or self._times.drafts(longer) >= _LOOKS
+
+
+def _longer_than(budget: int) -> int:
+    return budget + max(1, budget // 3) if budget else 0

@@ -15,6 +15,7 @@ from operator import mul
 # every third round may take three times as long: that hits long rounds as often as they are long, and so changes
 # nothing of which one is best, but a few times of each show nothing else.
 WINDOW = 16
+_FEW = 4
 # What a round leaves of the counts before it: some hundred rounds decide.
 _FADE = 0.99
 # How many drafts counts for what was known of a drafter before its first one.
@@ -32,9 +33,8 @@ _HEAVY = 1e9
 class Curve:
     """A time by an amount of work: what was measured lately, straight lines between and beyond.
 
-    More work does not take less time, and not more than as many times as long: where measurements say so, neighbours
-    that fall are both taken for their mean, and what is too slow for what was measured of less work for as much as
-    that allows.
+    More work does not take less time: neighbours that fall are both taken for their mean. Nor does it take more than as
+    many times as long, which bounds what was measured only a few times.
     """
 
     times: dict[int, deque[float]] = field(default_factory=dict)
@@ -89,7 +89,8 @@ class Curve:
         found, bound = [_faster_half(self.times[at]) for at in self.known], math.inf
         for place, at in enumerate(self.known):
             if at > 0 and found[place] > 0:
-                found[place] = min(found[place], bound * at)
+                if len(self.times[at]) < _FEW:
+                    found[place] = min(found[place], bound * at)
                 bound = min(bound, found[place] / at)
         self._values = rising(found, [len(self.times[at]) for at in self.known])
         return self._values
