@@ -1,6 +1,6 @@
 """Training the network of the drafter `block` on kept hidden states, and what it is worth."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,8 @@ from runtime.speculative.drafters.block_network import load_network
 # others, would leave nothing of what they begin with.
 _AT_RANDOM = ("of_token", "of_row", "of_memory", "add")
 _BEGUN_RATE = 0.25
+# How probable a place is as an anchor of which the target was quite sure, over one of which it was not at all.
+_EVEN = 0.35
 # Windows that are looked at together when the best weights are chosen.
 _AT_ONCE = 4
 
@@ -61,6 +63,8 @@ class BlockTask:
 
     def __init__(self, network: BlockNetwork, stage: BlockDraft, text: Text, head: Head, autocast: bool) -> None:
         self.network, self._stage, self._text, self._head, self._autocast = network, stage, text, head, autocast
+        # By window, what is asked of the target at each visit: how little sure it was.
+        self._doubt: dict[int, Tensor] = {}
 
     def groups(self) -> list[Group]:
         """Matrices, those that begin as they are meant to at a lower rate, and everything else, without decay."""
@@ -80,11 +84,10 @@ class BlockTask:
         ]
 
     def loss(self, batch: Tensor, progress: float) -> Loss:
-        """batch (B, 1): numbers of windows. Drafts begin at random places."""
-        tokens, states = self._text.train.read(batch.flatten().tolist())
-        low, high = self._places(tokens)
-        anchors = torch.randint(low, high, (len(tokens), self._stage.anchors))
-        found = self._learn(tokens, states, anchors)
+        """batch (B, 1): numbers of windows. Drafts begin at random places, where they would begin as a rule."""
+        windows = batch.flatten().tolist()
+        tokens, states = self._text.train.read(windows)
+        found = self._learn(tokens, states, self.anchors(windows, tokens, states))
         parts = {
             "cross entropy": found.cross_entropy,
             "distillation": found.distillation,
@@ -112,16 +115,37 @@ class BlockTask:
     def load(self, state: Mapping[str, Tensor]) -> None:
         self.network.load_state_dict(dict(state))
 
+    def anchors(self, windows: Sequence[int], tokens: Tensor, states: Tensor) -> Tensor:
+        """(B, anchors) int64: random places, the more probable the less sure the target was of the token there.
+
+        A draft begins behind what the one before it did not foresee.
+        """
+        low, high = self._places(tokens)
+        weights = torch.ones(len(tokens), high - low)
+        if (known := self._teacher_rows(states)) is not None:
+            for place, window in enumerate(windows):
+                if window not in self._doubt:
+                    self._doubt[window] = self._doubts(known[place, low - 1 : high - 1])
+                weights[place] = _EVEN + self._doubt[window]
+        return low + torch.multinomial(weights, self._stage.anchors, replacement=self._stage.anchors > high - low)
+
+    @torch.no_grad()
+    def _doubts(self, rows: Tensor) -> Tensor:
+        """(n,): how probable another token was than the target's most probable one, of rows (n, hidden)."""
+        return 1 - functional.linear(rows, self._head.table).softmax(-1).amax(-1).float()
+
+    def _teacher_rows(self, states: Tensor) -> Tensor | None:
+        """(B, T, hidden): what the target's head reads; None where its final states were not kept."""
+        about = self.network.about
+        return self._head.rows(states[..., -about.hidden_size :]) if about.taps[-1] == self._head.layers else None
+
     def _places(self, tokens: Tensor) -> tuple[int, int]:
         """Where the last token before a draft may stand: the first place, and behind the last one."""
         return max(1, self._text.first), tokens.shape[1] - 1
 
     def _learn(self, tokens: Tensor, states: Tensor, anchors: Tensor) -> Learned:
-        about = self.network.about
-        blocks, places = blocks_of(tokens, states, anchors, about.length)
-        # Where the final states are kept they say what the target's distribution was.
-        known = self._head.rows(states[..., -about.hidden_size :]) if about.taps[-1] == self._head.layers else None
-        teacher = Teacher(tokens, self._head.table, known)
+        blocks, places = blocks_of(tokens, states, anchors, self.network.about.length)
+        teacher = Teacher(tokens, self._head.table, self._teacher_rows(states))
         return learn(self.network, blocks, places, teacher, self._stage.decay, self._stage.distill)
 
 

@@ -26,7 +26,7 @@ class BlockDraft(TrainingStage):
     scheme         how its matrices are held when it runs.
     head           how a copy of the model's output projection is held, which a draft reads whole; "": there is no copy,
                    and it reads the model's own.
-    anchors        drafts that each window is learned from at a time, at random places.
+    anchors        drafts that each window is learned from at a time, at random, rather where the model was unsure.
     continuations  what follows a prompt in the text to train on: what the compressed model writes by itself, the most
                    probable token each time (greedy) or drawn (sampled); none: the text as it stands.
     prompt         share of each window that is text in any case.
@@ -44,7 +44,7 @@ class BlockDraft(TrainingStage):
     defaults: ClassVar[dict[str, Any]] = {
         "minutes": 40.0,
         "learning_rate": 2e-3,
-        "batch": 16,
+        "batch": 8,
         "length": 192,
         "evaluate_every": 250,
         "save_every": 250,

@@ -22,7 +22,8 @@ from compress.block_draft.objective import Teacher, blocks_of, learn
 from compress.block_draft.task import BlockTask, Head
 from compress.context import RunContext
 from compress.errors import USER_ERRORS
-from compress.medusa.hidden_states import Source, collect
+from compress.medusa.hidden_states import HiddenStates, Source, collect
+from compress.medusa.own_text import Text
 from compress.pipeline import compress
 from compress.recipe import Recipe
 from compress.recipe.block_draft import BlockDraft
@@ -141,6 +142,27 @@ def test_the_loss_is_what_it_says(taught: bool) -> None:
     )
     expected = (0.75 * cross + 0.25 * distill if taught else cross) + confidence
     assert float(found.value.detach()) == pytest.approx(expected / weights, rel=1e-3)
+
+
+def test_drafts_begin_rather_where_the_target_was_unsure() -> None:
+    """Of a window whose tokens the target was sure of but for every fourth one."""
+    torch.manual_seed(0)
+    made = network()
+    table = 10 * torch.randn(20, 16)
+    states, tokens = torch.zeros(1, 41, 32), torch.randint(0, 20, (1, 41))
+    for place in range(41):
+        if (place + 1) % 4:  # whoever is sure after this place is sure of the token at the next one
+            states[0, place, 16:] = table[int(tokens[0, (place + 1) % 41])]
+    head = Head(table, torch.ones(16), None, is_rms=True, eps=1e-6, layers=2)
+    nothing = HiddenStates(Path("nowhere"))
+    text = Text(nothing, nothing, tokens, tokens, first=4, prompt=5)
+    counts = {}
+    for layers in (2, 3):  # of a target with three the final states were not kept
+        task = BlockTask(made, STAGE, text, replace(head, layers=layers), autocast=False)
+        found = torch.cat([task.anchors([0], tokens, states) for _ in range(200)])
+        assert int(found.min()) >= 4 and int(found.max()) < 40
+        counts[layers] = float((found % 4 == 0).float().mean())
+    assert counts[3] == pytest.approx(0.25, abs=0.03) and counts[2] > 0.45
 
 
 def test_tokens_a_round_are_those_right_up_to_the_first_that_is_not() -> None:
