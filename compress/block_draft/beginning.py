@@ -77,7 +77,7 @@ def _fit(network: BlockNetwork, told: Tensor, stream: Tensor) -> None:
     network.anchor.copy_(found[:, : network.about.hidden_size])
     network.last.copy_(found[:, network.about.hidden_size :])
     network.places[0] = 0.0
-    network.places += centre - found @ mean
+    network.places.add_(centre - found @ mean)
 
 
 def _matrix(checkpoint: Checkpoint, name: str) -> Tensor:
