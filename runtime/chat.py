@@ -77,7 +77,7 @@ def command(
         model = load(path, planes=needs_planes(drafter, draft, path), **options)
         chosen = drafter_by_name(model, drafter, draft, options=options)
         room = min(context, model.decoder.max_positions)
-        speculator = Speculator(model, chosen.drafter, cache=_cache(model, room))
+        speculator = Speculator(model, chosen.drafter, cache=_cache(model, room), prior=chosen.prior)
         sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
         terminal = sys.stdin.isatty() and sys.stdout.isatty()
         chat = Chat(speculator, Conversation(model.tokenizer, system), sampling, max_new_tokens, room, terminal)

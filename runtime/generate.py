@@ -167,7 +167,7 @@ def main(
             return
         model = load(target, planes=needs_planes(drafter, draft, target), **options)
         named = drafter_by_name(model, drafter, draft, corpus, verify.value, options, tree)
-        speculator = Speculator(model, named.drafter, draft_length, verify.value, lossy, cache)
+        speculator = Speculator(model, named.drafter, draft_length, verify.value, lossy, cache, prior=named.prior)
         asked = _message(model, prompt) if chat else prompt
         stream = speculator.stream(asked, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
         _print(f"{prompt}\n" if chat else prompt, stream, quiet)

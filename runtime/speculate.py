@@ -31,6 +31,7 @@ from runtime.speculative.draft import Drafter, NoDrafter, Request, Rule
 from runtime.speculative.draft_length import Controller
 from runtime.speculative.drafters.for_requests import request_drafters
 from runtime.speculative.drafters.other_tokenizer import model_drafter
+from runtime.speculative.measured import Prior
 from runtime.speculative.wanted import TokenLogprob
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ class Speculator:
     lossy         allows the rule `typical`, whose text is not distributed as the target's.
     cache         what all requests share: how keys and values are held, and whether in pages.
     max_batch     requests in one forward; further ones wait.
+    prior         what is known of the drafter, from which γ is first chosen; None: a few rounds try it out.
 
     Where the target's cache cannot be rolled back, it decodes plainly whatever drafts (`no_drafts` of its decoder says
     why), and `drafter` is none.
@@ -123,6 +125,7 @@ class Speculator:
         lossy: bool = False,
         cache: CacheOptions = CONTIGUOUS,
         max_batch: int = 256,
+        prior: Prior | None = None,
     ) -> None:
         if max_batch < 1:
             raise UserError(f"max_batch must be at least 1, but is {max_batch}; choose a larger number.")
@@ -141,7 +144,9 @@ class Speculator:
             self.drafter = cast(Drafter, draft) if known else model_drafter(target, cast("Model", draft), verify)
         self._drafters = request_drafters(self.drafter)
         self._length: int | dict[str, Controller] = (
-            {name: Controller() for name in self._drafters} if draft_length is None else draft_length
+            {name: Controller(prior=prior if name == self.drafter.name else None) for name in self._drafters}
+            if draft_length is None
+            else draft_length
         )
         self._cache = cache.make(target.decoder)
         self._max_batch = max_batch

@@ -21,8 +21,8 @@ from runtime.engine.metrics import Metrics
 from runtime.model.base import BaseDecoder
 from runtime.speculative.drafters.block_network import tables
 
-# Windows whose states say how large the target's residual stream is.
-_LOOKED_AT = 2
+# Windows whose states say what the network begins with: some rows for each number that is fitted.
+_LOOKED_AT = 128
 
 
 def run(stage: BlockDraft, context: StageContext, out: Path) -> dict[str, Any]:
@@ -92,12 +92,10 @@ def _heads(hidden: int) -> tuple[int, int, int]:
 
 def _begin(network: BlockNetwork, context: StageContext, text: Text) -> bool:
     """Begins as the target's last layer, where that can be."""
-    layer, tap = last_layer(context.model), len(network.about.taps) - 2
-    if layer is None or tap < 0:
+    layer = last_layer(context.model)
+    if layer is None:
         return False
-    _, states = text.watched.read(range(min(_LOOKED_AT, len(text.watched))))
-    size = network.about.hidden_size
-    return begin(network, layer, float(states[..., tap * size : (tap + 1) * size].std()))
+    return begin(network, layer, *text.train.read(range(min(_LOOKED_AT, len(text.train)))))
 
 
 def summary(

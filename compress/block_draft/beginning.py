@@ -1,7 +1,8 @@
 """Where the network of the drafter `block` begins: as the target's last layer, where that is built like its own.
 
-Rows then become logits in a way that the target's head knows already, and fused states are what that layer read: what
-is left to learn is where rows come from. Layers above the first begin at random.
+Rows then become logits in a way that the target's head knows already, and fused states are what that layer read. What
+it reads at the anchor is not known to a drafter: rows begin as the nearest that the anchor's token and the last fused
+state say of it, by least squares. Layers above the first begin at random.
 """
 
 from collections.abc import Mapping
@@ -18,8 +19,8 @@ from runtime.checkpoints.open import open_checkpoint
 
 # Families whose layers are of attention and a gated MLP with SiLU, each behind an RMS norm, and of nothing else.
 _LIKE_OURS = ("llama", "mistral")
-# Standard deviation of what rows begin with, as a share of the stream's that the layer read.
-_SMALL = 0.5
+# What is added to the squares of what rows are fitted by, as a share of their mean.
+_RIDGE = 1e-3
 
 
 def last_layer(model: Path) -> Mapping[str, Tensor] | None:
@@ -39,10 +40,11 @@ def last_layer(model: Path) -> Mapping[str, Tensor] | None:
 
 
 @torch.no_grad()
-def begin(network: BlockNetwork, layer: Mapping[str, Tensor], spread: float) -> bool:
-    """Gives the network's first layer these weights; its fused states begin as the last but one of what it reads.
+def begin(network: BlockNetwork, layer: Mapping[str, Tensor], tokens: Tensor, states: Tensor) -> bool:
+    """Gives the network's first layer these weights, fused states as the last but one of what it reads, and rows as the
+    nearest to that.
 
-    spread  standard deviation of the target's residual stream before the layer.
+    tokens  (B, T) int64 of some windows, and their states (B, T, taps · hidden).
 
     False, with nothing changed, where the network has other sizes.
     """
@@ -57,9 +59,25 @@ def begin(network: BlockNetwork, layer: Mapping[str, Tensor], spread: float) -> 
     hidden, tap = about.hidden_size, len(about.taps) - 2
     network.fuse.mul_(0.1)
     network.fuse[:, tap * hidden : (tap + 1) * hidden] += torch.eye(hidden)
-    for matrix in (network.anchor, network.last, network.places):
-        matrix.mul_(_SMALL * spread)
+    stream = states[..., tap * hidden : (tap + 1) * hidden]
+    network.begun, network.spread = True, float(stream.std())
+    told = torch.cat((network.embedded(tokens[:, 1:]), network.fused(states[:, :-1])), dim=-1).flatten(0, 1)
+    _fit(network, told, stream[:, 1:].flatten(0, 1) / network.spread)
     return True
+
+
+def _fit(network: BlockNetwork, told: Tensor, stream: Tensor) -> None:
+    """Rows of the first place: the nearest to the stream (n, hidden) that the anchor's token and the last fused state,
+    told (n, 2 · hidden), say; those of the others differ by what they began with."""
+    mean, centre = told.mean(0), stream.mean(0)
+    told, stream = told - mean, stream - centre
+    squares = told.t() @ told
+    squares.diagonal().add_(_RIDGE * squares.diagonal().mean())
+    found = torch.linalg.solve(squares, told.t() @ stream).t()
+    network.anchor.copy_(found[:, : network.about.hidden_size])
+    network.last.copy_(found[:, network.about.hidden_size :])
+    network.places[0] = 0.0
+    network.places.add_(centre - found @ mean)
 
 
 def _matrix(checkpoint: Checkpoint, name: str) -> Tensor:

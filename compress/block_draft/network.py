@@ -32,11 +32,11 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Drafted:
-    """What the network says of blocks, (n, …) each: logits (n, length, V), and of their largest the logit that it is
-    the target's choice, (n, length)."""
+    """What the network says of n blocks: rows (n, length, hidden) whose products with the target's head are logits, and
+    what its confidence is made of, (n, length, hidden + rank), from where no gradient goes back."""
 
-    logits: Tensor
-    confidence: Tensor
+    rows: Tensor
+    told: Tensor
 
 
 class Layer(nn.Module):
@@ -82,6 +82,10 @@ class BlockNetwork(nn.Module):
         super().__init__()
         hidden, rank, taps = about.hidden_size, about.rank, len(about.taps)
         self.about = about
+        # What rows begin with, over what `anchor`, `last` and `places` say: in a stream that is far larger than 1
+        # optimizers would hardly move matrices of its size.
+        self.spread = 1.0
+        self.begun = False  # whether it begins as the target's last layer
         self.embedding: Tensor
         self.head: Tensor
         self.register_buffer("embedding", embedding.detach().float(), persistent=False)
@@ -102,7 +106,7 @@ class BlockNetwork(nn.Module):
         """The blocks' drafts, with the tokens that they are given before each place."""
         about, length = self.about, self.about.length
         rows, anchors = self._rows(blocks), blocks.anchors.flatten(0, 1)
-        token = functional.linear(self._embedded(blocks.tokens.flatten(0, 1)), self.of_token)
+        token = functional.linear(self.embedded(blocks.tokens.flatten(0, 1)), self.of_token)
         row = functional.linear(rows, self.of_row)
         memory, memories = rows.new_zeros((len(anchors), about.rank)), []
         for place in range(length):
@@ -111,17 +115,26 @@ class BlockNetwork(nn.Module):
             memory = memory + torch.sigmoid(opened) * (torch.tanh(new) - memory)
             memories.append(memory)
         held = torch.stack(memories, dim=1)
-        logits = functional.linear(rows + functional.linear(held, self.add), self.head).float()
-        return Drafted(logits, self._confidence(rows.detach(), held.detach(), logits.detach()))
+        told = torch.cat((rows.detach().float(), held.detach().float()), dim=-1)
+        return Drafted(rows + functional.linear(held, self.add), told)
+
+    def stored(self) -> dict[str, Tensor]:
+        """The weights as Description.shapes names them."""
+        spread = dict.fromkeys(("anchor", "last", "places"), self.spread)
+        return {name: tensor.detach() * spread.get(name, 1.0) for name, tensor in self.state_dict().items()}
+
+    def confidence(self, told: Tensor, best: Tensor) -> Tensor:
+        """The logit (…) that the most probable token, whose logarithm of a probability is `best`, is the target's."""
+        return told @ self.sure[:-2] + best * self.sure[-2] + self.sure[-1]
 
     def _rows(self, blocks: Blocks) -> Tensor:
         """(B · n, length, hidden): the normed rows that logits are made of."""
         about, (batch, count) = self.about, blocks.anchors.shape
         fused, span = self.fused(blocks.states), blocks.states.shape[1]
         before = (blocks.anchors - 1).unsqueeze(2).expand(-1, -1, about.hidden_size)
-        anchored = functional.linear(self._embedded(blocks.tokens[..., 0]), self.anchor)
+        anchored = functional.linear(self.embedded(blocks.tokens[..., 0]), self.anchor)
         common = anchored + functional.linear(fused.gather(1, before), self.last)
-        x = (common.unsqueeze(2) + self.places).flatten(1, 2)
+        x = self.spread * (common.unsqueeze(2) + self.places).flatten(1, 2)
         places = (blocks.anchors.unsqueeze(2) + torch.arange(about.length)).flatten(1)
         text = torch.arange(span).expand(batch, -1)
         turns = angles(torch.cat((text, places), dim=1), about)
@@ -140,13 +153,9 @@ class BlockNetwork(nn.Module):
         normed = torch.cat([_norm(each[..., i, :], norm, self.about) for i, norm in enumerate(self.tap_norms)], dim=-1)
         return _norm(functional.linear(normed, self.fuse), self.fuse_norm, self.about)
 
-    def _embedded(self, tokens: Tensor) -> Tensor:
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """(…, hidden): normed rows of the embedding."""
         return functional.rms_norm(self.embedding[tokens], self.embedding.shape[1:], eps=self.about.norm_eps)
-
-    def _confidence(self, rows: Tensor, held: Tensor, logits: Tensor) -> Tensor:
-        best = logits.log_softmax(-1).amax(-1, keepdim=True)
-        told = torch.cat((rows.float(), held.float(), best, torch.ones_like(best)), dim=-1)
-        return told @ self.sure
 
 
 def angles(places: Tensor, about: Description) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from compress.block_draft.network import Blocks, Drafted
+from compress.block_draft.frozen_head import judge
+from compress.block_draft.network import BlockNetwork, Blocks
 
 
 def blocks_of(tokens: Tensor, states: Tensor, anchors: Tensor, length: int) -> tuple[Blocks, Tensor]:
@@ -25,16 +26,19 @@ def blocks_of(tokens: Tensor, states: Tensor, anchors: Tensor, length: int) -> t
 
 @dataclass(frozen=True)
 class Teacher:
-    """The target on windows: what it says after each place, logits (B, T, V), and the texts, tokens (B, T)."""
+    """The target on windows: their tokens (B, T), its head (V, hidden), and the rows (B, T, hidden) of which that makes
+    what it says after each place; None: they are not known, and the text's own tokens are what is wanted."""
 
-    logits: Tensor
     tokens: Tensor
+    head: Tensor
+    rows: Tensor | None
 
 
 @dataclass(frozen=True)
 class Learned:
     """Losses in nats and what drafts are worth: `value` with its graph, of cross entropy, distillation and confidence;
-    `right` (n, length) bool, whether each place's largest logit is the text's token; `there`, whether the text has one.
+    `right` (n, length) bool, whether each place's largest logit is the token that was wanted; `there`, whether the text
+    has one.
     """
 
     value: Tensor
@@ -51,26 +55,30 @@ class Learned:
         return 1.0 + float(self.right[whole].double().cumprod(1).sum(1).mean())
 
 
-def learn(drafted: Drafted, places: Tensor, teacher: Teacher, decay: float, distill: float) -> Learned:
+def learn(
+    network: BlockNetwork, blocks: Blocks, places: Tensor, teacher: Teacher, decay: float, distill: float
+) -> Learned:
     """Mean over the drafts' places, each place weighted by decay to the power of its number.
 
     places   (B, n, length) int64 as `blocks_of` gives them.
-    distill  share of the divergence from the target's distribution, beside the cross entropy of its text.
+    distill  share of the divergence from the target's distribution, beside the cross entropy of the token that it
+             finds most probable, which is what a greedy text goes on with.
     """
-    batch, span = teacher.tokens.shape
+    drafted, (batch, span), length = network(blocks), teacher.tokens.shape, places.shape[-1]
     there = (places < span).flatten(0, 1)
     at = places.clamp(max=span - 1)
-    wanted = teacher.tokens.gather(1, at.flatten(1)).view(-1, places.shape[-1])
-    said = drafted.logits.log_softmax(-1)
-    cross = -said.gather(2, wanted.unsqueeze(2)).squeeze(2)
-    rows = (at - 1 + span * torch.arange(batch).view(-1, 1, 1)).flatten(0, 1)
-    known = teacher.logits.flatten(0, 1)[rows].log_softmax(-1)
-    divergence = (known.exp() * (known - said)).sum(-1)
-    right = drafted.logits.argmax(-1) == wanted
-    sure = functional.binary_cross_entropy_with_logits(drafted.confidence, right.float(), reduction="none")
-    weights = there * decay ** torch.arange(places.shape[-1])
+    of_text = teacher.tokens.gather(1, at.flatten(1)).flatten()
+    before = (at - 1 + span * torch.arange(batch).view(-1, 1, 1)).flatten()
+    known = None if teacher.rows is None else teacher.rows.flatten(0, 1)[before]
+    judged = judge(drafted.rows.flatten(0, 1), teacher.head, of_text, known, distill)
+    right = (judged.choice == judged.wanted).view(-1, length)
+    told = network.confidence(drafted.told, judged.best.view(-1, length))
+    sure = functional.binary_cross_entropy_with_logits(told, right.float(), reduction="none")
+    weights = there * decay ** torch.arange(length)
     weights = weights / weights.sum()
-    parts = [(each * weights).sum() for each in (cross, divergence, sure)]
-    value = (1 - distill) * parts[0] + distill * parts[1] + parts[2]
-    cross_entropy, distillation, confidence = (float(part.detach()) for part in parts)
-    return Learned(value, cross_entropy, distillation, confidence, right & there, there)
+    flat = weights.flatten()
+    value = (judged.loss * flat).sum() + (sure * weights).sum()
+    cross, divergence, unsure = (
+        float((part.detach() * flat).sum()) for part in (judged.cross, judged.divergence, sure.flatten())
+    )
+    return Learned(value, cross, divergence, unsure, right & there, there)

@@ -1,6 +1,6 @@
 """Training the network of the drafter `block` on kept hidden states, and what it is worth."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +22,19 @@ from runtime.model.base import BaseDecoder
 from runtime.speculative.drafters.block import BlockDrafter
 from runtime.speculative.drafters.block_network import load_network
 
+# Matrices that begin at random in any case, and the rate of those that do not: Muon, and AdamW at the rate of the
+# others, would leave nothing of what they begin with.
+_AT_RANDOM = ("of_token", "of_row", "of_memory", "add")
+_BEGUN_RATE = 0.25
+# How probable a place is as an anchor of which the target was quite sure, over one of which it was not at all.
+_EVEN = 0.35
 # Windows that are looked at together when the best weights are chosen.
 _AT_ONCE = 4
 
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """The target's last norm and its head, which make its logits of the last of the kept states.
+    """The target's last norm and its head, which make its logits of its states behind the last of its `layers`.
 
     table (V, hidden); weight and bias (hidden,), None: no bias; is_rms: by the root mean square.
     """
@@ -38,19 +44,18 @@ class Head:
     bias: Tensor | None
     is_rms: bool
     eps: float
+    layers: int
 
     @classmethod
     def of(cls, decoder: BaseDecoder, table: Tensor) -> "Head":
         norm, a = decoder.parts.norm, decoder.architecture
-        return cls(table, norm.weight, norm.bias, a.norm == "rms", a.norm_eps)
+        return cls(table, norm.weight, norm.bias, a.norm == "rms", a.norm_eps, decoder.layers)
 
-    def logits(self, stream: Tensor) -> Tensor:
-        """(…, V) float32 after the residual stream (…, hidden) behind the last layer."""
+    def rows(self, stream: Tensor) -> Tensor:
+        """(…, hidden): what the table makes logits of, from the residual stream (…, hidden) behind the last layer."""
         if self.is_rms:
-            normed = functional.rms_norm(stream, self.weight.shape, self.weight, self.eps)
-        else:
-            normed = functional.layer_norm(stream, self.weight.shape, self.weight, self.bias, self.eps)
-        return functional.linear(normed, self.table).float()
+            return functional.rms_norm(stream, self.weight.shape, self.weight, self.eps)
+        return functional.layer_norm(stream, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class BlockTask:
@@ -58,23 +63,31 @@ class BlockTask:
 
     def __init__(self, network: BlockNetwork, stage: BlockDraft, text: Text, head: Head, autocast: bool) -> None:
         self.network, self._stage, self._text, self._head, self._autocast = network, stage, text, head, autocast
+        # By window, what is asked of the target at each visit: how little sure it was.
+        self._doubt: dict[int, Tensor] = {}
 
     def groups(self) -> list[Group]:
-        """Matrices, and everything else, without decay."""
+        """Matrices, those that begin as they are meant to at a lower rate, and everything else, without decay."""
         named = dict(self.network.named_parameters())
         inner = {name for name, p in named.items() if p.ndim == 2 and name not in ("places", "tap_norms")}
-        rest = [parameter for name, parameter in named.items() if name not in inner]
+        begun = {name for name in inner if self.network.begun and name not in _AT_RANDOM and "layers." not in name}
+        begun |= {name for name in inner if self.network.begun and name.startswith("layers.0.")}
+        of = {
+            "begun": [named[name] for name in named if name in begun],
+            "matrices": [named[name] for name in named if name in inner - begun],
+            "rest": [parameter for name, parameter in named.items() if name not in inner],
+        }
         return [
-            Group("matrices", [named[name] for name in named if name in inner], optimizer=self._stage.optimizer),
-            Group("rest", rest, weight_decay=0.0),
+            *([Group("begun", of["begun"], rate_factor=_BEGUN_RATE)] if begun else []),
+            Group("matrices", of["matrices"], optimizer=self._stage.optimizer),
+            Group("rest", of["rest"], weight_decay=0.0),
         ]
 
     def loss(self, batch: Tensor, progress: float) -> Loss:
-        """batch (B, 1): numbers of windows. Drafts begin at random places."""
-        tokens, states = self._text.train.read(batch.flatten().tolist())
-        low, high = self._places(tokens)
-        anchors = torch.randint(low, high, (len(tokens), self._stage.anchors))
-        found = self._learn(tokens, states, anchors)
+        """batch (B, 1): numbers of windows. Drafts begin at random places, where they would begin as a rule."""
+        windows = batch.flatten().tolist()
+        tokens, states = self._text.train.read(windows)
+        found = self._learn(tokens, states, self.anchors(windows, tokens, states))
         parts = {
             "cross entropy": found.cross_entropy,
             "distillation": found.distillation,
@@ -102,23 +115,44 @@ class BlockTask:
     def load(self, state: Mapping[str, Tensor]) -> None:
         self.network.load_state_dict(dict(state))
 
+    def anchors(self, windows: Sequence[int], tokens: Tensor, states: Tensor) -> Tensor:
+        """(B, anchors) int64: random places, the more probable the less sure the target was of the token there.
+
+        A draft begins behind what the one before it did not foresee.
+        """
+        low, high = self._places(tokens)
+        weights = torch.ones(len(tokens), high - low)
+        if (known := self._teacher_rows(states)) is not None:
+            for place, window in enumerate(windows):
+                if window not in self._doubt:
+                    self._doubt[window] = self._doubts(known[place, low - 1 : high - 1])
+                weights[place] = _EVEN + self._doubt[window]
+        return low + torch.multinomial(weights, self._stage.anchors, replacement=self._stage.anchors > high - low)
+
+    @torch.no_grad()
+    def _doubts(self, rows: Tensor) -> Tensor:
+        """(n,): how probable another token was than the target's most probable one, of rows (n, hidden)."""
+        return 1 - functional.linear(rows, self._head.table).softmax(-1).amax(-1).float()
+
+    def _teacher_rows(self, states: Tensor) -> Tensor | None:
+        """(B, T, hidden): what the target's head reads; None where its final states were not kept."""
+        about = self.network.about
+        return self._head.rows(states[..., -about.hidden_size :]) if about.taps[-1] == self._head.layers else None
+
     def _places(self, tokens: Tensor) -> tuple[int, int]:
         """Where the last token before a draft may stand: the first place, and behind the last one."""
         return max(1, self._text.first), tokens.shape[1] - 1
 
     def _learn(self, tokens: Tensor, states: Tensor, anchors: Tensor) -> Learned:
         blocks, places = blocks_of(tokens, states, anchors, self.network.about.length)
-        with torch.no_grad():
-            # Where the final states are kept they say what the target's distribution was.
-            wanted = self._head.logits(states[..., -self.network.about.hidden_size :])
-        drafted = self.network(blocks)
-        return learn(drafted, places, Teacher(wanted, tokens), self._stage.decay, self._stage.distill)
+        teacher = Teacher(tokens, self._head.table, self._teacher_rows(states))
+        return learn(self.network, blocks, places, teacher, self._stage.decay, self._stage.distill)
 
 
 def write(network: BlockNetwork, out: Path) -> None:
     """Writes block.json and block.safetensors (bfloat16); equal networks give equal bytes."""
     out.mkdir(parents=True, exist_ok=True)
-    stored = {name: tensor.detach().bfloat16().contiguous() for name, tensor in network.state_dict().items()}
+    stored = {name: tensor.bfloat16().contiguous() for name, tensor in network.stored().items()}
     write_atomic(out / WEIGHTS, save(stored, metadata={"format": "pt"}))
     write_atomic(out / DESCRIPTION, network.about.to_json().encode())
 

@@ -27,6 +27,8 @@ _LOGITS_COPIES = 6
 # Of the logits of a batch by one Medusa head: as they are in bfloat16 and float32, their gradient, and what cross
 # entropy keeps.
 _HEAD_COPIES = 4
+# Places whose logits a block drafter's training holds at a time.
+_JUDGED = 256
 # Of the weights of a model that is learned: the original's, and what a layer keeps of its own until its gradient is
 # known: codes as floats, scaled, and as its product takes them.
 _LEARNED_COPIES = 4
@@ -219,12 +221,13 @@ def _of_blocks(stage: BlockDraft, sizes: Sizes) -> Share:
     network = stage.layers * sizes.block.weights + around
     places = stage.training.batch * stage.anchors * stage.draft_length
     memory = (_TRAINED_COPIES * network + 3 * table) * _FLOAT + sizes.packed
-    memory += places * _FLOAT * (_ACTIVATION_COPIES * stage.layers * sizes.block.inputs + _LOGITS_COPIES * sizes.rows)
+    memory += places * _FLOAT * _ACTIVATION_COPIES * stage.layers * sizes.block.inputs
+    memory += min(places, _JUDGED) * _FLOAT * _LOGITS_COPIES * sizes.rows
     work = network * _FLOAT * _CHECKPOINT_COPIES
     work += (stage.samples + _OTHER_WINDOWS) * stage.training.length * (taps * sizes.width * _HALF + _TOKEN)
-    # Every token of a window is read, and so many places are drafted, each through the head.
+    # Every token of a window is read, and so many places are drafted, each through the head, and so is the target's.
     share = places / (stage.training.batch * stage.training.length)
-    flops = _PASSES * 2.0 * (share * (network + table) + around) + 2.0 * table
+    flops = _PASSES * 2.0 * (share * (network + table) + around) + 2.0 * share * table
     return Share(memory, work, network * _HALF, flops)
 
 

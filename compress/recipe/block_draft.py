@@ -19,13 +19,14 @@ class BlockDraft(TrainingStage):
                    the last, and all.
     draft_length   tokens on a path of its drafts, at most.
     layers         of the network, of the model's own sizes but for `intermediate_size` (default: the model's).
-                   The first one begins as the model's last, where that is built alike.
+                   The first one begins as the model's last, where that is built alike, on the nearest rows to what
+                   that reads.
     window         tokens of text that it sees.
     rank           numbers that are remembered along the drafted tokens.
     scheme         how its matrices are held when it runs.
     head           how a copy of the model's output projection is held, which a draft reads whole; "": there is no copy,
                    and it reads the model's own.
-    anchors        drafts that each window is learned from at a time, at random places.
+    anchors        drafts that each window is learned from at a time, at random, rather where the model was unsure.
     continuations  what follows a prompt in the text to train on: what the compressed model writes by itself, the most
                    probable token each time (greedy) or drawn (sampled); none: the text as it stands.
     prompt         share of each window that is text in any case.
@@ -35,14 +36,15 @@ class BlockDraft(TrainingStage):
                    the time at most.
     max_epochs     of a budget in minutes: how often each window is learned from at most.
     decay          place k's loss counts decay to the power k.
-    distill        share of the loss that is the divergence from the model's distribution, beside the text's own.
-    optimizer      of the matrices.
+    distill        share of the loss that is the divergence from the model's distribution, beside the cross entropy of
+                   its most probable token.
+    optimizer      of the matrices that begin at random; the others are trained by AdamW, at a quarter of the rate.
     """
 
     defaults: ClassVar[dict[str, Any]] = {
         "minutes": 40.0,
         "learning_rate": 2e-3,
-        "batch": 6,
+        "batch": 8,
         "length": 192,
         "evaluate_every": 250,
         "save_every": 250,
@@ -57,7 +59,7 @@ class BlockDraft(TrainingStage):
     rank: Size = 256
     scheme: SchemeName | Literal[""] = "int8-dynamic"
     head: SchemeName | Literal[""] = "int8-dynamic"
-    anchors: Annotated[StrictInt, Field(ge=1, le=4096)] = 32
+    anchors: Annotated[StrictInt, Field(ge=1, le=4096)] = 16
     continuations: Literal["greedy", "sampled", "none"] = "greedy"
     prompt: OpenShare = 0.25
     as_is: Share = 0.5
@@ -65,7 +67,7 @@ class BlockDraft(TrainingStage):
     max_epochs: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 30
     decay: Annotated[float, Field(gt=0, le=1, strict=False)] = 0.9
     distill: Share = 0.5
-    optimizer: Literal["adamw", "muon"] = "muon"
+    optimizer: Literal["adamw", "muon"] = "adamw"
 
     @model_validator(mode="after")
     def _fit(self) -> "BlockDraft":

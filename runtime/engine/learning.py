@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 
 from runtime.engine.round import Proposer, ScheduledRequest
 from runtime.speculative.draft import Draft, Outcome
-from runtime.speculative.draft_length import Drafted, Round
+from runtime.speculative.draft_length import Round
+from runtime.speculative.measured import Drafted
 
 
 def learn(

@@ -48,7 +48,7 @@ def opened(settings: ModelSettings) -> tuple[Model, Engine, dict[str, Any]]:
     positions = model.decoder.max_positions
     context = positions if settings.context is None else min(settings.context, positions)
     cache = _cache(model, settings, context)
-    length = Controller() if settings.draft_length is None else settings.draft_length
+    length = Controller(prior=chosen.prior) if settings.draft_length is None else settings.draft_length
     engine = Engine(model.decoder, drafters, length, verify, cache, max_batch=settings.max_batch, lenient=True)
     about = {
         "model": str(model.path),

@@ -6,10 +6,10 @@ prompt lookup, which often finds nothing, and a model, which always drafts, are 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from runtime.speculative.estimates import OUTLIER, RATE, Chain, Curve, Tree
+from runtime.speculative.estimates import WINDOW
+from runtime.speculative.measured import Drafted, Gains, Prior, Times
 
 LONGEST = 16
 # What drafting where it does not look best may cost, as a share of all time, and not drafting where drafting does: a
@@ -18,33 +18,27 @@ PROBING = 0.005
 # What looking may cost before there is much time to take a share of, in rounds without a draft: the first drafts of all
 # are few, and right after the first of its width a forward takes twice as long.
 CREDIT = 2.0
-CHECKING = 0.01
+CHECKING = 0.01  # times the square of what not drafting gains over what drafting does: the further, the less in doubt
 # What drafts longer than those that look best may cost, as a share of all time: that a second token costs less than the
 # first one did is only seen by drafting it.
 LENGTHENING = 0.0025
-# How many rounds such a look counts for: there are few.
-_LOOK = 3
+# How often longer drafts are looked at before a choice holds for long.
+_LOOKS = 3
+# What a round leaves of the most that reading took lately.
+_UNREAD = 0.9
 # What drafting must promise over not drafting where requests share forwards. A round's rate does not show that texts of
 # a batch which gain unevenly end unevenly, so that later forwards are shared by fewer.
 MARGIN = 1.15
 # The first rounds of all show what not drafting and drafting cost and bring: some without a draft, then drafts until so
 # many have had tokens (of prompt lookup many find nothing, which says little), for no more than so many rounds. As long
-# as none of them was accepted, those after the first have a token each.
-_OPENING_PLAIN, _OPENING_DRAFTS, _OPENING_LENGTH, _OPENING_MOST = 2, 3, 4, 26
+# as none of them was accepted, those after the first have a token each, and end when they have taken so much more than
+# rounds without a draft, in such rounds.
+_OPENING_PLAIN, _OPENING_DRAFTS, _OPENING_LENGTH, _OPENING_MOST, _OPENING_COST = 2, 3, 4, 26, 3.0
 # A look that found nothing to draft is repeated so often: it has cost nothing, and told nothing of what drafts bring.
 _REPEATS = 8
 # A choice holds for so many rounds at first, and twice as long each time that it is made again: choosing takes as long
 # as a quarter of a small model's forward. Not drafting is looked at again sooner: few looks decide it.
 _HOLD, _LONGEST_HOLD, _LONGEST_REST = 4, 256, 64
-
-
-@dataclass(frozen=True)
-class Drafted:
-    """One request's draft in a round: its tokens, those accepted, and whether it was a chain or a tree."""
-
-    drafted: int
-    accepted: int
-    chain: bool = True
 
 
 class DraftBudget(NamedTuple):
@@ -85,18 +79,17 @@ class Controller:
     """Chooses γ for all requests of a round. What it learns stays when requests come and go.
 
     limit  the largest γ that it may choose.
+    prior  what is known of the drafter: it then begins with the γ that this finds best, and tries nothing out before.
     """
 
-    def __init__(self, limit: int = LONGEST) -> None:
+    def __init__(self, limit: int = LONGEST, prior: Prior | None = None) -> None:
         self.limit = limit
         self.seconds = 0.0
         self.probing_seconds = 0.0
         self.checking_seconds = 0.0
         self.lengthening_seconds = 0.0
-        self._chain, self._tree = Chain(), Tree()
-        self._target = Curve()  # by width
-        self._draft: dict[int, Curve] = {}  # by requests drafted for: by budget
-        self._trees = False
+        self._times, self._gains = Times(prior), Gains(prior)
+        self._opening = prior is None
         self._rounds = 0
         self._drafts = 0  # rounds in which tokens were drafted
         self._empty = 0  # looks one after the other that found nothing to draft
@@ -104,17 +97,14 @@ class Controller:
         self._longer_at = 0  # the round of the last look at longer drafts
         # What the next round does: a probe that told nothing of its cost is repeated, and after a rest drafts wait.
         self._next: tuple[DraftBudget, _Look | None] | None = None
-        self._accepted = False  # whether anything ever was
+        self._accepted = prior is not None  # whether anything ever was
         self._last: dict[bool, int] = {}  # when drafting, and not drafting, was last done
         self._reading = 0.0  # what a drafter took to read a token that was written without it, at most lately
         self._held: tuple[int, int, int, int] = (0, 0, 0, 0)  # batch, most, γ, and until which round
         self._hold = _HOLD
-        # Rounds that a hold on not drafting still has, and those that it had, which are not counted yet.
+        # Rounds that a hold on not drafting still has, and what those took that it had, which are not counted yet.
         self._rest = 0
-        self._rested_rounds = 0
-        self._rested_seconds = 0.0
-        self._rested_usual = 0.0  # the same, slow rounds counted as a Curve counts them
-        self._slowest = 0.0
+        self._rested: list[float] = []
 
     def resting(self, batch: int) -> bool:
         """Whether it is settled that the next round of `batch` requests drafts nothing.
@@ -127,9 +117,7 @@ class Controller:
     def rested(self, seconds: float) -> None:
         """Learns from a round that was not asked for, of no drafts and no prompts."""
         self._rest -= 1
-        self._rested_rounds += 1
-        self._rested_seconds += seconds
-        self._rested_usual += min(seconds, self._slowest)
+        self._rested.append(seconds)
 
     def next_budget(self, batch: int, missing: int, alone: bool = True, unread: int = 1) -> DraftBudget:
         """For a round of `batch` requests, of which the longest has room for `missing` drafted tokens.
@@ -155,20 +143,20 @@ class Controller:
 
     def _end_rest(self) -> bool:
         """Counts the rounds of a rest, which is done when it ends; whether there was any."""
-        rested, self._rest, self._rested_rounds = self._rested_rounds, 0, 0
+        rested, self._rest, self._rested = self._rested, 0, []
         if rested:
-            self._rounds += rested
+            self._rounds += len(rested)
             self._last[False] = self._rounds
-            self.seconds += self._rested_seconds
-            self._target.add(self._held[0], self._rested_usual / rested, rested)
-            self._rested_seconds = self._rested_usual = 0.0
-        return rested > 0
+            self.seconds += sum(rested)
+            for seconds in rested[-WINDOW:]:
+                self._times.add_target(self._held[0], seconds)
+        return bool(rested)
 
     def _choose(self, batch: int, missing: int, most: int, alone: bool, unread: int) -> DraftBudget:
         """What looks best, or what is to be looked at; arguments as for `next_budget`, of at most `most` tokens."""
-        if self._rounds < _OPENING_PLAIN:
+        if self._opening and self._rounds < _OPENING_PLAIN:
             return DraftBudget(0, 1)
-        if self._drafts < _OPENING_DRAFTS and self._rounds < _OPENING_MOST:
+        if self._opening and self._is_opening():
             length = _OPENING_LENGTH if self._accepted or not self._drafts else 1
             return DraftBudget(min(length, most) if alone else 0, 1)
         held_batch, held_most, held, until = self._held
@@ -193,6 +181,13 @@ class Controller:
         self._look = _Look(rates[best], longer is not None)
         return other
 
+    def _is_opening(self) -> bool:
+        """Whether drafts are still to be tried out, whatever they have brought."""
+        plain = self._times.target(1)
+        affordable = self._accepted or self.seconds - self._rounds * plain <= _OPENING_COST * plain
+        self._opening = affordable and self._drafts < _OPENING_DRAFTS and self._rounds < _OPENING_MOST
+        return self._opening
+
     def _pays(self, batch: int, missing: int, plain: float, drafting: float, unread: int) -> bool:
         """Whether drafting at these tokens per second gains enough over not drafting to change to it, or to stay."""
         if batch > 1 and drafting < MARGIN * plain:
@@ -207,15 +202,15 @@ class Controller:
 
         0 for one whose forward is more than twice as wide as any before: what it takes is found out step by step.
         """
-        tokens, lengths = self._expected(most)
-        widest = 2 * max(self._target.values, default=batch)
+        tokens, lengths = self._gains.expected(most)
+        widest = 2 * (self._times.widest or batch)
         found = []
         for budget in range(most + 1):
             width = batch * (1 + lengths[budget])
             if budget > 0 and width > widest:
                 found.append(0.0)
                 continue
-            seconds = self._target.at(width) + self._draft_time(batch, budget)
+            seconds = self._times.target(width) + self._times.drafting(batch, budget)
             found.append(batch * (1 + tokens[budget]) / max(seconds, 1e-9))
         return found
 
@@ -229,30 +224,21 @@ class Controller:
         self._last[found.budget > 0] = self._rounds
         batch, _, held, until = self._held
         if found.budget == held == 0 and found.batch == batch and not changing:
-            self._rest, self._slowest = until - self._rounds, OUTLIER * self._target.at(batch)
-        expected = self._target.at(found.width) + self._draft_time(len(found.drafts), found.budget)
+            self._rest = until - self._rounds
+        expected = self._times.target(found.width) + self._times.drafting(len(found.drafts), found.budget)
         drafted = any(draft.drafted for draft in found.drafts)
         if found.budget > 0:
             self._drafts += drafted
             self._accepted = self._accepted or any(draft.accepted for draft in found.drafts)
-            self._chain.fade()
-            self._tree.fade()
-            self._trees = self._trees or not all(draft.chain for draft in found.drafts)
-            for draft in found.drafts:
-                if self._trees:
-                    self._tree.add(found.budget, draft.accepted)
-                else:
-                    self._chain.add(found.budget, draft.drafted, draft.accepted)
+            self._gains.add(found.budget, found.drafts)
             if found.unread and found.drafts:
-                usual = self._draft_time(len(found.drafts), found.budget)
+                usual = self._times.drafting(len(found.drafts), found.budget)
                 extra = max(0.0, found.draft_seconds - usual) / found.unread
-                self._reading = max(extra, (1 - RATE) * self._reading)
+                self._reading = max(extra, _UNREAD * self._reading)
             if not found.unread:
-                curve = self._draft.setdefault(len(found.drafts), Curve({0: 0.0}))
-                curve.add(found.budget, found.draft_seconds)
+                self._times.add_drafting(len(found.drafts), found.budget, found.draft_seconds)
         if not changing:
-            looked = self._look is not None and found.budget == 0
-            self._target.add(found.width, found.target_seconds, _LOOK if looked else 1)
+            self._times.add_target(found.width, found.target_seconds)
         if self._look is not None:
             self._empty = self._empty + 1 if found.budget > 0 and not drafted else 0
             if found.budget > 0 and (found.unread or 0 < self._empty <= _REPEATS):
@@ -262,7 +248,7 @@ class Controller:
             # Feeding a draft model what it has missed meanwhile is part of what a probe costs.
             gained = found.batch + sum(draft.accepted for draft in found.drafts)
             # A round in which the machine was elsewhere is not what looking costs.
-            usual = min(taken, OUTLIER * expected) if expected > 0 and not found.unread else taken
+            usual = min(taken, expected) if expected > 0 and not found.unread else taken
             lost = max(0.0, usual - gained / self._look.rate)
             if self._look.longer:
                 self.lengthening_seconds += lost
@@ -273,18 +259,21 @@ class Controller:
 
     def _other(self, batch: int, best: int, most: int, unread: int) -> DraftBudget | None:
         """A round of what looked worse, if it is due and can be afforded: drafting where none is done, or none."""
-        left = CHECKING * self.seconds - self.checking_seconds
-        if best == 0:
-            left = PROBING * self.seconds + CREDIT * self._target.at(batch) - self.probing_seconds
-        if self._last.get(best == 0, 0) == self._rounds or left <= 0:
+        if self._last.get(best == 0, 0) == self._rounds:
             return None
-        tokens, lengths = self._expected(most)
-        rate = self.rates(batch, best)[best]
+        rates = self.rates(batch, best)
+        rate = rates[best]
+        left = CHECKING * (rates[0] / rate) ** 2 * self.seconds - self.checking_seconds
+        if best == 0:
+            left = PROBING * self.seconds + CREDIT * self._times.target(batch) - self.probing_seconds
+        if left <= 0:
+            return None
+        tokens, lengths = self._gains.expected(most)
         if best > 0:
-            choice, gained, seconds = DraftBudget(0, batch), float(batch), self._target.at(batch)
+            choice, gained, seconds = DraftBudget(0, batch), float(batch), self._times.target(batch)
         else:
             alone = [
-                (batch + tokens[n]) / (self._target.at(batch + lengths[n]) + self._draft_time(1, n))
+                (batch + tokens[n]) / (self._times.target(batch + lengths[n]) + self._times.drafting(1, n))
                 for n in range(most + 1)
             ]
             budget = max(range(1, most + 1), key=alone.__getitem__)
@@ -294,31 +283,22 @@ class Controller:
         return choice if lost <= left else None
 
     def _longer(self, batch: int, best: int, rates: Sequence[float]) -> DraftBudget | None:
-        """A round of drafts twice as long as those that look best, if it is due and can be afforded."""
-        longer = min(2 * best, len(rates) - 1)
+        """A round of drafts a third longer than those that look best, if it is due and can be afforded."""
+        longer = min(_longer_than(best), len(rates) - 1)
         if longer == best or rates[longer] == 0 or self._rounds - self._longer_at < _HOLD:
             return None
-        gained = batch * (1 + self._expected(longer)[0][longer])
-        left = LENGTHENING * self.seconds + CREDIT * self._target.at(batch) - self.lengthening_seconds
+        gained = batch * (1 + self._gains.expected(longer)[0][longer])
+        left = LENGTHENING * self.seconds + CREDIT * self._times.target(batch) - self.lengthening_seconds
         if gained / rates[longer] - gained / rates[best] > left:
             return None
         self._longer_at = self._rounds
         return DraftBudget(longer, batch)
 
     def _knows_longer(self, best: int, most: int) -> bool:
-        """Whether drafts twice as long as those that look best have been looked at often enough."""
-        longer = min(2 * best, most)
-        return longer == best or any(curve.counts.get(longer, 0) >= _LOOK for curve in self._draft.values())
+        """Whether drafts a third longer than those that look best have been looked at often enough."""
+        longer = min(_longer_than(best), most)
+        return longer == best or self._times.drafts(longer) >= _LOOKS
 
-    def _expected(self, most: int) -> tuple[list[float], list[float]]:
-        """Accepted tokens and drafted ones, for γ = 0, 1, … `most`."""
-        if self._trees:
-            return [self._tree.tokens(n) for n in range(most + 1)], [float(n) for n in range(most + 1)]
-        return self._chain.tokens(most), self._chain.lengths(most)
 
-    def _draft_time(self, requests: int, budget: int) -> float:
-        if budget == 0 or not self._draft:
-            return 0.0
-        # Unknown numbers take what the nearest known one takes: a draft model reads its weights once for all.
-        nearest = min(self._draft, key=lambda known: abs(known - requests))
-        return self._draft[nearest].at(budget)
+def _longer_than(budget: int) -> int:
+    return budget + max(1, budget // 3) if budget else 0

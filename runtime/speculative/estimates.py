@@ -3,71 +3,103 @@
 All fade: what was seen lately counts more.
 """
 
+import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 
-# How much a new time counts against all earlier ones, and how many times the usual a slow one counts at most: a round
-# in which the machine was elsewhere says little.
-RATE = 0.1
-OUTLIER = 1.5
-# The least of so many first times counts: memory is new to them and threads asleep, and a width that looked slow once
-# would not be tried again.
-_FIRST = 3
+# Of so many last times of each amount of work the mean of the faster half counts. On a machine that others use, too,
+# every third round may take three times as long: that hits long rounds as often as they are long, and so changes
+# nothing of which one is best, but a few times of each show nothing else.
+WINDOW = 16
+_FEW = 4
 # What a round leaves of the counts before it: some hundred rounds decide.
 _FADE = 0.99
+# How many drafts counts for what was known of a drafter before its first one.
+_KNOWN = 6.0
 # How many tries the acceptance one depth above counts for. A first token that nothing is known of is hoped for.
 _PRIOR = 2.0
 _HOPED = 0.7
+# Trees that were seen so seldom lately say nothing.
+_FORGOTTEN = 0.1
 # Weights are brought back to 1 above this.
 _HEAVY = 1e9
 
 
 @dataclass
 class Curve:
-    """A time by an amount of work: a fading mean where it was measured, straight lines between and beyond."""
+    """A time by an amount of work: what was measured lately, straight lines between and beyond.
 
-    values: dict[int, float] = field(default_factory=dict)
+    More work does not take less time: neighbours that fall are both taken for their mean. Nor does it take more than as
+    many times as long, which bounds what was measured only a few times.
+    """
+
+    times: dict[int, deque[float]] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
     known: list[int] = field(default_factory=list, init=False)  # where, in order
+    _values: list[float] = field(default_factory=list, init=False)  # of `known`, when they were last asked for
 
     def __post_init__(self) -> None:
-        self.known = sorted(self.values)
+        self.known = sorted(self.times)
 
-    def add(self, at: int, seconds: float, times: int = 1) -> None:
-        """Takes in one measurement, or the mean of as many as `times`."""
-        old, count = self.values.get(at), self.counts.get(at, 0)
-        self.counts[at] = count + times
-        if old is None:
-            self.values[at] = seconds
+    @classmethod
+    def of(cls, values: Mapping[int, float]) -> "Curve":
+        """One that knows these times from elsewhere: each counts as one measurement."""
+        return cls({at: deque((seconds,), WINDOW) for at, seconds in values.items()})
+
+    def add(self, at: int, seconds: float) -> None:
+        """Takes in one measurement."""
+        self._values = []
+        self.counts[at] = self.counts.get(at, 0) + 1
+        if at not in self.times:
+            self.times[at] = deque(maxlen=WINDOW)
             insort(self.known, at)
-        elif count < _FIRST:
-            self.values[at] = min(old, seconds)
-        else:
-            rate = 1 - (1 - RATE) ** times
-            self.values[at] = old + rate * (min(seconds, OUTLIER * old) - old)
+        self.times[at].append(seconds)
+
+    def scale(self, factor: float) -> None:
+        """What took so long takes so many times as long."""
+        self.times = {at: deque((factor * one for one in times), WINDOW) for at, times in self.times.items()}
+        self._values = []
 
     def at(self, x: float) -> float:
         """The time at x; 0 where nothing was measured."""
         known = self.known
         if not known:
             return 0.0
+        values = self._values or self._find()
         first, last = known[0], known[-1]
         if x <= first:
-            return self.values[first]
+            return values[0]
         if x <= last:
             place = bisect_left(known, x)
             low, high = known[place - 1], known[place]
             share = (x - low) / (high - low)
-            return self.values[low] * (1 - share) + self.values[high] * share
+            return values[place - 1] * (1 - share) + values[place] * share
         if first == last:
             # All that is known of the cost of more work: it is not more than proportional.
-            return self.values[last] * x / last if last > 0 else self.values[last]
-        # The slope over all that is known, which wavers least; never downwards: more work does not take less time.
-        slope = max(0.0, (self.values[last] - self.values[first]) / (last - first))
-        return self.values[last] + slope * (x - last)
+            return values[-1] * x / last if last > 0 else values[-1]
+        # The slope over all that is known, which wavers least.
+        return values[-1] + (values[-1] - values[0]) / (last - first) * (x - last)
+
+    def _find(self) -> list[float]:
+        """The values of `known`; those measured more often count more."""
+        found, bound = [_faster_half(self.times[at]) for at in self.known], math.inf
+        for place, at in enumerate(self.known):
+            if at > 0 and found[place] > 0:
+                if len(self.times[at]) < _FEW:
+                    found[place] = min(found[place], bound * at)
+                bound = min(bound, found[place] / at)
+        self._values = rising(found, [len(self.times[at]) for at in self.known])
+        return self._values
+
+
+def _faster_half(times: Collection[float]) -> float:
+    """The mean of the faster half of some times, of one more than of the slower ones where they are odd."""
+    half = (len(times) + 1) // 2
+    return sum(sorted(times)[:half]) / half
 
 
 @dataclass
@@ -82,6 +114,12 @@ class Chain:
     allowed: list[float] = field(default_factory=list)
     drafted: list[float] = field(default_factory=list)
     weight: float = 1.0
+
+    def begin(self, accepted: Sequence[float]) -> None:
+        """Counts drafts that were seen elsewhere: the share of them that was accepted to each depth, or further."""
+        self.reached = [_KNOWN * share for share in (1.0, *accepted[:-1])]
+        self.accepted = [_KNOWN * share for share in accepted]
+        self.allowed, self.drafted = ([_KNOWN] * len(accepted) for _ in range(2))
 
     def fade(self) -> None:
         """A round has passed in which something was drafted."""
@@ -126,23 +164,65 @@ class Chain:
 
 @dataclass
 class Tree:
-    """Trees by the number of their nodes: how many tokens were accepted. More nodes never gain less."""
+    """Trees by the most nodes that they may have: how many they had, and how many tokens of them were accepted.
 
-    gained: dict[int, tuple[float, float]] = field(default_factory=dict)  # sum and count, both fading
+    Between what was seen tokens grow with the logarithm of the nodes: each doubling adds as much. More nodes never gain
+    less.
+    """
+
+    seen: dict[int, tuple[float, float, float]] = field(default_factory=dict)  # accepted, nodes, count; all fading
+
+    def begin(self, nodes: int, accepted: float) -> None:
+        """Counts trees that were seen elsewhere: how many of their tokens were accepted on average."""
+        self.seen[nodes] = _KNOWN * accepted, _KNOWN * nodes, _KNOWN
 
     def fade(self) -> None:
         """A round has passed in which something was drafted."""
-        self.gained = {nodes: (total * _FADE, count * _FADE) for nodes, (total, count) in self.gained.items()}
+        self.seen = {budget: (a * _FADE, n * _FADE, c * _FADE) for budget, (a, n, c) in self.seen.items()}
 
-    def add(self, nodes: int, accepted: int) -> None:
+    def add(self, budget: int, nodes: int, accepted: int) -> None:
         """Takes in one tree."""
-        total, count = self.gained.get(nodes, (0.0, 0.0))
-        self.gained[nodes] = (total + accepted, count + 1)
+        before = self.seen.get(budget, (0.0, 0.0, 0.0))
+        self.seen[budget] = before[0] + accepted, before[1] + nodes, before[2] + 1
 
-    def tokens(self, nodes: int) -> float:
-        """Tokens that a tree of so many nodes can be expected to have accepted: each doubling adds as much."""
-        known = [(size, total / count) for size, (total, count) in self.gained.items() if count > 0.1]
-        if not known or nodes == 0:
-            return 0.0 if nodes == 0 else _HOPED * nodes.bit_length()
-        size, mean = min(known, key=lambda one: abs(one[0].bit_length() - nodes.bit_length()))
-        return mean * nodes.bit_length() / size.bit_length()
+    def tokens(self, most: int) -> list[float]:
+        """Tokens that trees of at most 0, 1, … `most` nodes can be expected to have accepted."""
+        known = sorted((budget, a / c, c) for budget, (a, _, c) in self.seen.items() if c > _FORGOTTEN)
+        if not known:
+            return [_HOPED * math.log2(1 + nodes) for nodes in range(most + 1)]
+        means = rising([mean for _, mean, _ in known], [count for _, _, count in known])
+        places = [math.log2(1 + budget) for budget, _, _ in known]
+        # Nothing gains nothing; beyond the largest all doublings have added as much as those up to it.
+        points = [(0.0, 0.0), *zip(places, means, strict=True), (2 * places[-1] + 9, means[-1] * (2 + 9 / places[-1]))]
+        return [_between(points, math.log2(1 + nodes)) for nodes in range(most + 1)]
+
+    def lengths(self, most: int) -> list[float]:
+        """Nodes that trees of at most 0, 1, … `most` can be expected to have."""
+        known = [(budget, n / c) for budget, (_, n, c) in self.seen.items() if c > _FORGOTTEN]
+        if not known:
+            return [float(nodes) for nodes in range(most + 1)]
+        found = []
+        for nodes in range(most + 1):
+            budget, mean = min(known, key=lambda one: abs(one[0] - nodes))
+            found.append(nodes * mean / budget)
+        return found
+
+
+def rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The nearest numbers that nowhere fall, by the sum of weighted squares (pool adjacent violators)."""
+    pools: list[tuple[float, float, int]] = []  # value, weight, how many
+    for value, weight in zip(values, weights, strict=True):
+        size = 1
+        while pools and pools[-1][0] > value:
+            other, heavy, more = pools.pop()
+            value = (value * weight + other * heavy) / (weight + heavy)
+            weight, size = weight + heavy, size + more
+        pools.append((value, weight, size))
+    return [value for value, _, size in pools for _ in range(size)]
+
+
+def _between(points: Sequence[tuple[float, float]], x: float) -> float:
+    """The height at x of the lines through points, in order."""
+    place = min(max(bisect_left(points, (x,)), 1), len(points) - 1)
+    (left, low), (right, high) = points[place - 1], points[place]
+    return low + (high - low) * (x - left) / (right - left)

@@ -103,6 +103,24 @@ def test_the_drafter_that_a_run_recorded_is_the_default(run_folder: Path, tmp_pa
         assert refused.stderr.count("error: ") == 1 and drafter("--drafter", "none")
 
 
+def test_the_first_round_drafts_where_the_report_knows_the_drafter(run_folder: Path, tmp_path: Path) -> None:
+    """Without its figures the first rounds try out what it takes to decode without drafts."""
+    run = Path(shutil.copytree(run_folder, tmp_path / "run"))
+    costs = [{"width": width, "ms": 1.0, "ratio": 1.0} for width in (1, 2, 3, 5, 9)]
+    known = {"accepted_by_position": [0.9, 0.8], "mean_draft_length": 2.0, "draft_cost_ratio": 0.01}
+
+    def lengths(**figures: Any) -> str:
+        speed = {"drafter": "model", "speedup": {"over_compressed": 1.5}, **figures}
+        (run / "report.json").write_text(json.dumps({"schema": 2, "speed": speed}))
+        result = command("--target", run, "--prompt", PROMPT, "--max-new-tokens", 3)
+        assert result.exit_code == 0, result.output
+        return next(line for line in result.stdout.splitlines() if line.startswith("γ drafted a round"))
+
+    assert "rounds by γ: 0: 2)" in lengths()
+    assert "rounds by γ: 0: 2)" in lengths(**known)  # widths are not known
+    assert "1: 1" in lengths(**known, width_costs=costs)
+
+
 def test_a_recorded_nested_drafter_gets_its_planes(tiny_packed: Callable[[str], Path], tmp_path: Path) -> None:
     shutil.copytree(tiny_packed("int8"), tmp_path / "model")
     report(tmp_path, "nested")

@@ -25,7 +25,7 @@ from runtime.native.structs import (
 )
 from runtime.sampling.distribution import not_finite
 from runtime.speculative.draft import Draft
-from runtime.speculative.drafters.block_network import BlockNetwork, Places
+from runtime.speculative.drafters.block_network import BlockNetwork, Floats, Places
 
 # Positions for which angles are made at once.
 _POSITIONS = 1024
@@ -69,6 +69,7 @@ class NativeBlocks:
 
     network: BlockNetwork
     _kept: list[Any] = field(default_factory=list)
+    _places: list[Floats] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         network, about = self.network, self.network.about
@@ -111,11 +112,12 @@ class NativeBlocks:
         return NativeText(torch.empty(shape), torch.empty(about.hidden_size))
 
     def draft(self, asked: Sequence[Asked], length: int, growth: Growth) -> tuple[list[Draft], list[Places]]:
-        """A tree for each draft with a budget (else an empty one), and the places of all.
+        """A tree for each draft with a budget (else an empty one), and the places of all, which are good until the next
+        call.
 
         Raises UserError where logits are no numbers.
         """
-        about, count = self.network.about, len(asked)
+        count = len(asked)
         self._reach(max(one.end for one in asked) + length)
         ids = torch.tensor([one.token for one in asked])
         embedded = self.network.normed_embedding(ids)
@@ -129,7 +131,7 @@ class NativeBlocks:
                 alive.append(read_at)
             struct.embedded, struct.token, struct.budget = embedded[i].data_ptr(), one.token, one.budget
         rows = count * length
-        found = [np.empty((rows, size), np.float32) for size in (about.hidden_size, 2 * about.rank, about.vocab_size)]
+        found = self._room(rows)
         most = max(1, *(one.budget for one in asked))
         tokens, parents = (np.empty((count, most), np.int64) for _ in range(2))
         counts = np.zeros(count, np.int64)
@@ -148,6 +150,14 @@ class NativeBlocks:
         drafts = [Draft(tokens[i, :n].tolist(), parents[i, :n].tolist()) for i, n in enumerate(counts.tolist())]
         parts = [slice(i * length, (i + 1) * length) for i in range(count)]
         return drafts, [Places(*(each[part] for each in found)) for part in parts]
+
+    def _room(self, rows: int) -> list[Floats]:
+        """Where so many rows are written. Kept: a large vocabulary's logits would take new pages each time."""
+        if not self._places or len(self._places[0]) < rows:
+            about = self.network.about
+            sizes = about.hidden_size, 2 * about.rank, about.vocab_size
+            self._places = [np.empty((rows, size), np.float32) for size in sizes]
+        return [part[:rows] for part in self._places]
 
     def _reach(self, positions: int) -> None:
         """Makes angles for so many positions."""

@@ -26,6 +26,7 @@ from runtime.speculative.drafters.suffix import SuffixDrafter
 from runtime.speculative.drafters.tree import TreeDrafter
 from runtime.speculative.drafters.tree_growth import Growth, TreeShape
 from runtime.speculative.heads.load import load_head
+from runtime.speculative.measured import Prior
 from runtime.speculative.recorded import Recorded, recorded
 from runtime.speculative.verify import Rule
 
@@ -43,10 +44,11 @@ HEADS: tuple[str, ...] = (*_TRAINED, *HEAD_KINDS)
 
 @dataclass(frozen=True)
 class NamedDrafter:
-    """What a `Speculator` takes as its draft, and what is to be said after the drafter's name."""
+    """What a `Speculator` takes as its draft, what is to be said after the drafter's name, and what is known of it."""
 
     drafter: "Model | Drafter | None"
     note: str = ""
+    prior: Prior | None = None
 
 
 def drafter_by_name(
@@ -114,7 +116,16 @@ def drafter_by_name(
     if heads == "mtp" and draft is None:
         notes.append("the target's own layer")
     notes += [said] if said else []
-    return NamedDrafter(made, f" ({'; '.join(notes)})" if notes else "")
+    return NamedDrafter(made, f" ({'; '.join(notes)})" if notes else "", _known(target, chosen, draft))
+
+
+def _known(target: "Model", drafter: str, draft: str | Path | None) -> Prior | None:
+    """What the target's report knows of this drafter, where it is the run's own; None: nothing that can be read."""
+    try:
+        found = recorded(target.path) if draft is None else None
+    except UserError:  # whoever names a drafter needs no report
+        return None
+    return found.prior if found is not None and found.drafter == drafter else None
 
 
 def _default(target: "Model", draft: str | Path | None) -> tuple[str, str]:

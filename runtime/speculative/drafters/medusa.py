@@ -47,11 +47,12 @@ class Heads:
     heads: tuple[Head, ...]
     projection: Linear | None = None
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """(B, heads, V) float32 after the target's hidden states (B, hidden), as the decoder returns them."""
+    def logits(self, hidden: Tensor, count: int | None = None) -> Tensor:
+        """(B, count, V) float32 of the first `count` heads (None: of all), after the target's hidden states
+        (B, hidden), as the decoder returns them."""
         found = []
         begun = _plus_silu(hidden.unsqueeze(1), self.first(hidden).view(len(hidden), len(self.heads), -1))
-        for number, head in enumerate(self.heads):
+        for number, head in enumerate(self.heads[:count]):
             x = begun[:, number].contiguous()
             for block in head.blocks:
                 x = _plus_silu(x, block(x))
@@ -143,7 +144,8 @@ class MedusaDrafter:
         if ready:
             states = torch.stack([self._states[requests[i].id][1] for i in ready])
             # One copy from the device for all requests: the tree is grown on the host.
-            logits = host(self._heads.logits(states).cpu())
+            depth = max(len(choice) for choice in self._choices[: max(budgets[i] for i in ready)])
+            logits = host(self._heads.logits(states, depth).cpu())
             argmax_tokens(logits.reshape(-1, logits.shape[-1]), "draft")
             for i, rows in zip(ready, logits, strict=True):
                 drafts[i] = self._draft(requests[i], budgets[i], rows)
