@@ -5,19 +5,21 @@ Both fade, so that a text which changes its nature, or a machine its speed, chan
 prompt lookup, which often finds nothing, and a model, which always drafts, are told apart by what they did.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from runtime.speculative.estimates import OUTLIER, RATE, Chain, Curve, Tree
 
 LONGEST = 16
+NOTHING_KNOWN: Mapping[int, float] = MappingProxyType({})
 # What drafting where it does not look best may cost, as a share of all time, and not drafting where drafting does: a
 # machine that was slow while nothing was drafted makes drafting look good for as long as nobody looks again.
 PROBING = 0.005
 # What looking may cost before there is much time to take a share of, in rounds without a draft: the first drafts of all
 # are few, and right after the first of its width a forward takes twice as long.
-CREDIT = 2.0
+CREDIT = 1.0
 CHECKING = 0.01
 # What drafts longer than those that look best may cost, as a share of all time: that a second token costs less than the
 # first one did is only seen by drafting it.
@@ -28,8 +30,9 @@ _LOOK = 3
 # a batch which gain unevenly end unevenly, so that later forwards are shared by fewer.
 MARGIN = 1.15
 # The first rounds of all show what not drafting and drafting cost and bring: some without a draft, then drafts until so
-# many have had tokens (of prompt lookup many find nothing, which says little), for no more than so many rounds. As long
-# as none of them was accepted, those after the first have a token each.
+# many have had tokens (of prompt lookup many find nothing, which says little), for no more than so many rounds. The
+# first has one token, and each is twice as long as the one before while that was accepted whole: of a mixture of
+# experts four rows may cost twice as much as one.
 _OPENING_PLAIN, _OPENING_DRAFTS, _OPENING_LENGTH, _OPENING_MOST = 2, 3, 4, 26
 # A look that found nothing to draft is repeated so often: it has cost nothing, and told nothing of what drafts bring.
 _REPEATS = 8
@@ -84,17 +87,20 @@ class _Look(NamedTuple):
 class Controller:
     """Chooses γ for all requests of a round. What it learns stays when requests come and go.
 
-    limit  the largest γ that it may choose.
+    limit   the largest γ that it may choose.
+    widths  by rows, what a forward takes over one of one row, where that was measured: taken for true until rounds show.
     """
 
-    def __init__(self, limit: int = LONGEST) -> None:
+    def __init__(self, limit: int = LONGEST, widths: Mapping[int, float] = NOTHING_KNOWN) -> None:
         self.limit = limit
+        self.widths = widths
         self.seconds = 0.0
         self.probing_seconds = 0.0
         self.checking_seconds = 0.0
         self.lengthening_seconds = 0.0
         self._chain, self._tree = Chain(), Tree()
         self._target = Curve()  # by width
+        self._unseen = [*widths]
         self._draft: dict[int, Curve] = {}  # by requests drafted for: by budget
         self._trees = False
         self._rounds = 0
@@ -104,7 +110,7 @@ class Controller:
         self._longer_at = 0  # the round of the last look at longer drafts
         # What the next round does: a probe that told nothing of its cost is repeated, and after a rest drafts wait.
         self._next: tuple[DraftBudget, _Look | None] | None = None
-        self._accepted = False  # whether anything ever was
+        self._opening = 1  # tokens of the next of the first drafts
         self._last: dict[bool, int] = {}  # when drafting, and not drafting, was last done
         self._reading = 0.0  # what a drafter took to read a token that was written without it, at most lately
         self._held: tuple[int, int, int, int] = (0, 0, 0, 0)  # batch, most, γ, and until which round
@@ -160,7 +166,7 @@ class Controller:
             self._rounds += rested
             self._last[False] = self._rounds
             self.seconds += self._rested_seconds
-            self._target.add(self._held[0], self._rested_usual / rested, rested)
+            self._add_time(self._held[0], self._rested_usual / rested, rested)
             self._rested_seconds = self._rested_usual = 0.0
         return rested > 0
 
@@ -169,8 +175,7 @@ class Controller:
         if self._rounds < _OPENING_PLAIN:
             return DraftBudget(0, 1)
         if self._drafts < _OPENING_DRAFTS and self._rounds < _OPENING_MOST:
-            length = _OPENING_LENGTH if self._accepted or not self._drafts else 1
-            return DraftBudget(min(length, most) if alone else 0, 1)
+            return DraftBudget(min(self._opening, most) if alone else 0, 1)
         held_batch, held_most, held, until = self._held
         # A text near its end allows less; a choice that such a limit had forced is made anew when there is room again.
         if batch == held_batch and held <= most and (held < held_most or most <= held_most) and self._rounds < until:
@@ -234,7 +239,9 @@ class Controller:
         drafted = any(draft.drafted for draft in found.drafts)
         if found.budget > 0:
             self._drafts += drafted
-            self._accepted = self._accepted or any(draft.accepted for draft in found.drafts)
+            if drafted:
+                whole = all(draft.accepted == draft.drafted for draft in found.drafts)
+                self._opening = min(2 * self._opening, _OPENING_LENGTH) if whole else 1
             self._chain.fade()
             self._tree.fade()
             self._trees = self._trees or not all(draft.chain for draft in found.drafts)
@@ -252,7 +259,7 @@ class Controller:
                 curve.add(found.budget, found.draft_seconds)
         if not changing:
             looked = self._look is not None and found.budget == 0
-            self._target.add(found.width, found.target_seconds, _LOOK if looked else 1)
+            self._add_time(found.width, found.target_seconds, _LOOK if looked else 1)
         if self._look is not None:
             self._empty = self._empty + 1 if found.budget > 0 and not drafted else 0
             if found.budget > 0 and (found.unread or 0 < self._empty <= _REPEATS):
@@ -270,6 +277,15 @@ class Controller:
                 self.probing_seconds += lost
             else:
                 self.checking_seconds += lost
+
+    def _add_time(self, width: int, seconds: float, times: int) -> None:
+        """What forwards of so many rows took; those of other rows take what `widths` says, until they are seen."""
+        self._target.add(width, seconds, times)
+        if self._unseen:
+            one = self._target.values[width] / Curve(dict(self.widths)).at(width)
+            self._unseen = [other for other in self._unseen if other not in self._target.counts]
+            for other in self._unseen:
+                self._target.assume(other, one * self.widths[other])
 
     def _other(self, batch: int, best: int, most: int, unread: int) -> DraftBudget | None:
         """A round of what looked worse, if it is due and can be afforded: drafting where none is done, or none."""

@@ -20,7 +20,7 @@ _FIRST = 3
 _FADE = 0.99
 # How many tries the acceptance one depth above counts for. A first token that nothing is known of is hoped for.
 _PRIOR = 2.0
-_HOPED = 0.7
+_HOPED = 0.5
 # Weights are brought back to 1 above this.
 _HEAVY = 1e9
 
@@ -48,6 +48,13 @@ class Curve:
         else:
             rate = 1 - (1 - RATE) ** times
             self.values[at] = old + rate * (min(seconds, OUTLIER * old) - old)
+
+    def assume(self, at: int, seconds: float) -> None:
+        """Takes a time for what `at` takes for as long as that was not measured."""
+        if at not in self.counts:
+            if at not in self.values:
+                insort(self.known, at)
+            self.values[at] = seconds
 
     def at(self, x: float) -> float:
         """The time at x; 0 where nothing was measured."""
