@@ -18,8 +18,7 @@ loader and kernels.
               OLMoE's) at Qwen2-57B-A14B's sizes: a seventh of its layers and of its vocabulary
 
 Prints how many experts runs of tokens read, times forwards of such runs, and decodes speculatively at several
-acceptances: an oracle's tokens, at the cost of a draft of `tinyllama-tenth`'s sizes, γ chosen. Which experts a text goes
-to is small_mixture.py's.
+acceptances: an oracle's tokens, at the cost of a draft of `tinyllama-tenth`'s sizes, γ chosen. small_mixture.py trains.
 """
 
 import json

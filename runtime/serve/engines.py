@@ -18,8 +18,8 @@ from runtime.sampling.params import Sampling
 from runtime.sampling.stopping import Exactly
 from runtime.serve.settings import ModelSettings
 from runtime.speculate import CacheOptions
-from runtime.speculative.draft import Drafter, NoDrafter, Rule
 from runtime.speculative.costs import first_costs
+from runtime.speculative.draft import Drafter, NoDrafter, Rule
 from runtime.speculative.draft_length import NOTHING_KNOWN, Controller
 from runtime.speculative.drafters.by_name import drafter_by_name
 from runtime.speculative.drafters.for_requests import request_drafters
@@ -33,7 +33,7 @@ PAGE = 64  # tokens
 _SHARE = 4  # of the memory that is free, one part for keys and values
 _TEXT = (
     "The harbour lay still in the morning, and the boats that had come in at night were tied to the wall one beside the"
-    " other. A man in a blue coat counted the crates on the quay, wrote the number into his book, and counted them again."
+    " other. A man in a blue coat counted the crates on the quay, wrote the number into his book, and began again."
 )
 _SLICES, _SLICE = 256, 4096  # of a weight file: what its digest is made of
 

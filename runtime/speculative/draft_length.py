@@ -88,7 +88,7 @@ class Controller:
     """Chooses γ for all requests of a round. What it learns stays when requests come and go.
 
     limit   the largest γ that it may choose.
-    widths  by rows, what a forward takes over one of one row, where that was measured: taken for true until rounds show.
+    widths  by rows, what a forward takes over one of one row, where it was measured: taken for true until rounds show.
     """
 
     def __init__(self, limit: int = LONGEST, widths: Mapping[int, float] = NOTHING_KNOWN) -> None:
