@@ -11,6 +11,7 @@ from torch import Tensor
 from runtime import Speculator, load
 from runtime.cache import states
 from runtime.contract import CacheKind, Rows, integers
+from runtime.errors import UserError
 from runtime.kernels.triton.row_states import CARRIED
 from runtime.model.triton.batch import Inputs, Shape
 from runtime.model.triton.cache import GpuCache
@@ -193,6 +194,11 @@ def test_a_forward_reads_nothing_but_its_block(
     monkeypatch.setattr(own._graphs, "run", replay)
     assert run() == want and want[:2] != want[2:]
     assert len(first) == 4
+
+
+def test_states_in_int8_are_refused(made: Made, device: str) -> None:
+    with pytest.raises(UserError, match="states in int8 are for CPUs; on a GPU take float16"):
+        decoder(made("lfm2"), device).new_cache("float32", None, "int8")
 
 
 def test_where_states_lie(made: Made, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
