@@ -13,7 +13,6 @@ from runtime.kernels.basis import round_signed
 from runtime.kernels.reference import quantize_rows
 from runtime.kv_store import KEY_BLOCK, LIMITS, SIGNED, THREE_BITS, VECTOR, Store
 
-
 STATE_DTYPES: dict[StateKind, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
 
 
