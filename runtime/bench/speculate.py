@@ -13,7 +13,7 @@ from runtime.engine.metrics import Metrics, predicted_speedup, total
 from runtime.sampling.params import Sampling
 from runtime.speculative.costs import StepCosts, width_cost
 from runtime.speculative.draft import Drafter, NoDrafter, Request
-from runtime.speculative.draft_length import NOTHING_KNOWN, Controller
+from runtime.speculative.draft_length import Controller
 from runtime.speculative.verify import Rule
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Job:
     draft_length: int | None
     stop: frozenset[int] = frozenset()
     grammar: "Grammar | None" = None
-    widths: Mapping[int, float] = NOTHING_KNOWN
+    widths: Mapping[int, float] = field(default_factory=dict)
 
 
 class GrammarDrafter(NoDrafter):
