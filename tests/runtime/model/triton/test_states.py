@@ -155,7 +155,9 @@ def test_rejected_drafts(made: Made, tmp_path: Path, device: str, kind: str, tem
     """Some drafts are taken and some are not; the text is that of plain decoding."""
     target = load(made(kind), device=device, kernels="triton")
     draft = load(pack(made(kind), tmp_path, "int4")[0], device=device, kernels="triton")
-    prompts, sampling = [words(3, seed=4).tolist()], Sampling(temperature=temperature, seed=11)
+    # Texts that the draft gets wrong somewhere: random models often write one token again and again.
+    prompt = words(3, seed=1 if temperature == 0.0 or kind == "mamba2" else 4).tolist()
+    prompts, sampling = [prompt], Sampling(temperature=temperature, seed=11)
     found = []
     for drafter in (None, ModelDrafter(draft)):
         speculator = Speculator(target, drafter, draft_length=3, cache=CacheOptions("int8", 8))
