@@ -1,7 +1,8 @@
 """What verifying drafts costs a mixture of 64 experts whose tokens are routed as a trained mixture routes text.
 
     python examples/mixture_routing.py --minutes 10 --out runs/mixture
-    python examples/mixture_routing.py --form deepseek --minutes 10 --out runs/deepseek --rounds 9
+    python examples/mixture_routing.py --form deepseek --minutes 10 --out runs/deepseek
+    python examples/mixture_routing.py --form qwen2 --minutes 10 --out runs/qwen2 --rounds 3
 
 A random router sends neighbouring tokens to experts that have nothing in common; a trained one does not. So a small
 mixture (64 experts, 8 a token, four layers of them) is trained on text, and what it does with held-out text is written
@@ -13,22 +14,23 @@ loader and kernels.
     olmoe     OLMoE's form at OLMoE-1B-7B's sizes: experts alone, kept even by a loss
     deepseek  DeepSeek-V3's form (a first layer without experts, one expert for all rows, 4 of 8 groups a row, kept even
               by corrections) at DeepSeek-V2-Lite's sizes, which have two experts for all rows and here, too, 8 a token
+    qwen2     Qwen2-MoE's form (an expert of eight times the width for all rows, its loss for even experts a tenth of
+              OLMoE's) at Qwen2-57B-A14B's sizes: a seventh of its layers and of its vocabulary
 
 Prints how many experts runs of tokens read, times forwards of such runs, and decodes speculatively at several
-acceptances: an oracle's tokens, at the cost of a draft of `tinyllama-tenth`'s sizes, γ chosen.
+acceptances: an oracle's tokens, at the cost of a draft of `tinyllama-tenth`'s sizes, γ chosen. small_mixture.py trains.
 """
 
 import json
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 import torch
 import typer
-from torch import Tensor, nn
+from small_mixture import CHOSEN, EXPERTS, FORMS, LAYERS, WIDTHS, Form, trained_routes
+from torch import Tensor
 
 from runtime.bench.random_models import NO_SHARDS, RandomCheckpoint, Weight, model_config, write_weights
 from runtime.bench.shapes import SHAPES, Shape
@@ -37,129 +39,16 @@ from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight
 
 if TYPE_CHECKING:
-    from calib.training_text import Stream
     from runtime.model.load import Model
 
-EXPERTS, CHOSEN, LAYERS = 64, 8, 4
-LENGTH, BATCH = 256, 8
 # Dimensions that say which token comes next: a random sign each.
 CODE = 256
-WIDTHS = (1, 2, 3, 4, 8, 16)
 DRAFT = "tinyllama-tenth"
-# What a step adds to or takes from an expert's correction.
-CORRECTION = 0.003
-PROMPTS, PROMPT, NEW_TOKENS = 6, 32, 128
+# Texts; those that a new engine begins with are timed apart: it does not know yet what drafts cost and bring.
+PROMPTS, FIRST, PROMPT, NEW_TOKENS = 6, 2, 32, 128
 ACCEPTANCES = [0.0, 0.2, 0.4, 0.7]
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-
-
-@dataclass(frozen=True)
-class Form:
-    """A form of mixture: what the small one is, and the sizes that its routes are timed at.
-
-    small     arguments of transformers' configuration of `kind`, besides those that all have.
-    changes   to the published configuration.
-    balanced  whether corrections keep experts even; else a loss does.
-    """
-
-    kind: str
-    small: dict[str, Any]
-    shape: str
-    changes: dict[str, Any] = field(default_factory=dict)
-    balanced: bool = False
-
-
-_LATENT = {"q_lora_rank": None, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32}
-_WIDE = {"intermediate_size": 384, "moe_intermediate_size": 96, "num_hidden_layers": LAYERS + 1}
-_MIX = {"n_routed_experts": EXPERTS, "n_group": 8, "topk_group": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
-_EVEN = {"output_router_logits": True, "router_aux_loss_coef": 0.01}
-_OLMOE = {"intermediate_size": 96, "num_hidden_layers": LAYERS, "num_experts": EXPERTS}
-FORMS = {
-    "olmoe": Form("olmoe", _OLMOE | _EVEN, "olmoe-1b-7b"),
-    "deepseek": Form(
-        "deepseek_v3", _LATENT | _WIDE | _MIX, "deepseek-v2-lite", {"num_experts_per_tok": CHOSEN}, balanced=True
-    ),
-}
-
-
-def small_mixture(form: Form, vocabulary: int) -> nn.Module:
-    """The form at a size that CPUs train."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    common = {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 6, "num_experts_per_tok": CHOSEN}
-    common |= {"vocab_size": vocabulary, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
-    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(form.kind, **common, **form.small))
-    return model
-
-
-def routers(model: nn.Module) -> list[nn.Module]:
-    """Of each mixture, in order."""
-    return [module for name, module in model.named_modules() if name.endswith(".mlp.gate")]
-
-
-def watched(model: nn.Module) -> list[Tensor]:
-    """A list that gets the experts (tokens, CHOSEN) of each mixture in each forward."""
-    found: list[Tensor] = []
-    for router in routers(model):
-        router.register_forward_hook(lambda _module, _inputs, made: found.append(made[2].detach()))
-    return found
-
-
-def train(
-    model: nn.Module, seen: list[Tensor], stream: "Stream", minutes: float, form: Form, say: Callable[[], str]
-) -> None:
-    """AdamW on random windows, its rate falling to nothing over the minutes; says four times how it goes."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
-    draws, since, step, done, told = np.random.default_rng(0), time.monotonic(), 0, 0.0, 0
-    while done < 1:
-        for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * min(1.0, (step + 1) / 50) * (1 - done)
-        starts = draws.integers(0, len(stream) - LENGTH, BATCH)
-        ids = torch.from_numpy(np.stack([stream[at : at + LENGTH] for at in starts]).astype(np.int64))
-        seen.clear()
-        loss = model(input_ids=ids, labels=ids).loss
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        for router, chosen in zip(routers(model), seen, strict=True) if form.balanced else ():
-            bias = router.e_score_correction_bias
-            assert isinstance(bias, Tensor)
-            loads = chosen.flatten().bincount(minlength=EXPERTS).float()
-            bias += CORRECTION * torch.sign(loads.mean() - loads)
-        step, done = step + 1, (time.monotonic() - since) / (60 * minutes)
-        if 4 * done >= told + 1:
-            told = int(4 * done)
-            print(f"step {step}, loss {loss.item():.2f}, {done:.0%} of {minutes:g} minutes; {say()}", flush=True)
-
-
-@torch.no_grad()
-def routes(model: nn.Module, seen: list[Tensor], windows: Tensor) -> Tensor:
-    """(layers, tokens, CHOSEN) experts of held-out windows (count, length)."""
-    found = []
-    for window in windows:
-        seen.clear()
-        model(input_ids=window[None])
-        found.append(torch.stack(seen))
-    return torch.cat(found, dim=1)
-
-
-def distinct(chosen: Tensor, width: int) -> float:
-    """How many experts a layer reads for `width` neighbouring tokens, on average."""
-    layers, tokens, _ = chosen.shape
-    runs = chosen[:, : tokens // width * width].reshape(layers, -1, width * CHOSEN)
-    marked = torch.zeros(*runs.shape[:2], EXPERTS).scatter_(2, runs, 1.0)
-    return float(marked.sum(-1).mean())
-
-
-def described(chosen: Tensor) -> str:
-    """How many experts runs of tokens read, and how even the experts are."""
-    loads = torch.stack([layer.flatten().bincount(minlength=EXPERTS) for layer in chosen]).float()
-    runs = ", ".join(f"{distinct(chosen, width):.1f} of {width}" for width in WIDTHS)
-    most = float((loads.amax(1) / loads.mean(1)).mean())
-    return f"experts that a layer reads for neighbouring tokens: {runs}; the busiest has {most:.1f} times its share"
 
 
 def typical(chosen: Tensor) -> int:
@@ -225,8 +114,9 @@ class RoutedCheckpoint(RandomCheckpoint):
 
 def write(form: Form, chosen: Tensor, out: Path, layers: int | None) -> None:
     """The model of published sizes in `out`/model, and a draft of its vocabulary in `out`/draft."""
-    published = SHAPES[form.shape].first(layers)
-    ends = {name: published.config[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")}
+    published = SHAPES[form.shape].first(form.layers if layers is None else layers)
+    whole = {**published.config, **form.changes}
+    ends = {name: whole[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")}
     for name, shape, changes in (("model", published, form.changes), ("draft", SHAPES[DRAFT], ends)):
         config = model_config(shape.name, "int4", layers=shape.config["num_hidden_layers"]) | changes
         (folder := out / name).mkdir(parents=True)
@@ -258,23 +148,30 @@ def speculate(model: "Model", draft: "Model", acceptances: Sequence[float], roun
     from runtime.bench.jobs import plain_texts
     from runtime.bench.oracle import OracleDrafter
     from runtime.bench.output import console, table
-    from runtime.bench.speculate import Item, Job, measure, row
+    from runtime.bench.speculate import Item, Job, measure, row, run_once, ways
     from runtime.sampling.params import Sampling
+    from runtime.speculative.costs import first_costs
     from runtime.speculative.draft import NoDrafter
 
     items = tuple(Item([*range(at, at + PROMPT)], "runs") for at in range(1000, 1000 + 500 * PROMPTS, 500))
     plain = Job(model.decoder, NoDrafter(), items, NEW_TOKENS, 1, Sampling(), "coupled", None)
+    widths = first_costs(model, items[0].tokens)
+    print("costs that servers begin with: " + ", ".join(f"{cost:.2f} at {width}" for width, cost in widths.items()))
     known, found = plain_texts(plain), []
     for alpha in acceptances:
-        job = replace(plain, drafter=OracleDrafter(draft, known, alpha, 0, model.decoder.vocab_size))
-        ways = measure(job, rounds, lambda _: None)
-        each = [a / b for a, b in zip(ways[1].tokens_per_second, ways[0].tokens_per_second, strict=True)]
-        found.append(row(job, *ways, None) | {"acceptance": alpha, "least": min(each)})
+        oracle = OracleDrafter(draft, known, alpha, 0, model.decoder.vocab_size)
+        job = replace(plain, drafter=oracle, widths=widths)
+        fresh = [run_once(job, way, items[:FIRST]).seconds for way in ways(job)]
+        both = measure(job, rounds, lambda _: None)
+        each = [a / b for a, b in zip(both[1].tokens_per_second, both[0].tokens_per_second, strict=True)]
+        told = {"acceptance": alpha, "least": min(each), "first": fresh[0] / fresh[1]}
+        found.append(row(job, *both, None) | told)
     columns = (
         ("acceptance", "acceptance a token", ".1f"), ("drafted_per_round", "γ", ".2f"),
         ("tokens_per_round", "tokens a round", ".2f"), ("draft_step_ratio", "draft step", ".3f"),
         ("decode_speedup", "speedup", ".2f"), ("speedup", "with prompts", ".2f"),
-        ("least", "least of a round", ".2f"), ("mismatches", "texts that differ", "d"),
+        ("least", "least of a round", ".2f"), ("first", f"first {FIRST} texts", ".2f"),
+        ("mismatches", "texts that differ", "d"),
     )  # fmt: skip
     console(112).print(table(columns, found, f"γ chosen; medians of {rounds} rounds in turns"))
 
@@ -286,7 +183,9 @@ def main(
     minutes: Annotated[float, typer.Option(help="How long the small mixture is trained.")] = 10.0,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds that count.")] = 9,
     acceptance: Annotated[list[float], typer.Option(help="The oracle's, per token; may be repeated.")] = ACCEPTANCES,
-    layers: Annotated[int | None, typer.Option(help="The model of its first layers alone.", show_default="all")] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="The model of its first layers alone.", show_default="the form's")
+    ] = None,
 ) -> None:
     """Trains, writes, times and speculates."""
     from runtime.bench.measure import machine
@@ -302,36 +201,6 @@ def main(
         print(f"{FORMS[form].shape}, int4, routed as trained; {machine()['cpu']}, {model.decoder.threads} threads")
         time_forwards(model, typical(chosen), rounds)
         speculate(model, draft, acceptance, rounds)
-
-
-def trained_routes(form: Form, out: Path, minutes: float) -> Tensor:
-    """The routes of held-out text of a mixture that was trained for so long; kept in `out`."""
-    from transformers import AutoTokenizer
-
-    from calib import corpora
-    from calib.training_text import Measured, gather, tokenize
-    from calib.windows import make_windows
-    from compress.model.source import default_pair
-
-    kept = out / "routes.pt"
-    if kept.is_file():
-        found: Tensor = torch.load(kept)
-        print(described(found))
-        return found
-    out.mkdir(parents=True, exist_ok=True)
-    tokenizer = AutoTokenizer.from_pretrained(default_pair()[0])
-    corpus, end = corpora.load(), tokenizer.eos_token_id
-    cut = {"length": LENGTH, "calibration": 0, "evaluation_tokens": 32 * LENGTH, "seed": 0, "separator": end}
-    windows = make_windows(corpus, tokenizer, **cut).evaluation
-    text = gather("stdlib", Measured(None, corpus, tokenizer, **cut))
-    stream = tokenize(text, tokenizer, out, length=LENGTH, separator=end, progress=lambda *_: None)
-    model = small_mixture(form, len(tokenizer))
-    seen = watched(model)
-    train(model, seen, stream, minutes, form, lambda: described(routes(model, seen, windows)))
-    found = routes(model.eval(), seen, windows)
-    print(described(found))
-    torch.save(found, kept)
-    return found
 
 
 if __name__ == "__main__":

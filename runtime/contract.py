@@ -15,7 +15,7 @@ from torch import Tensor
 
 CacheKind = Literal["float32", "float16", "int8", "int4", "int3"]
 # What the states of layers that carry one are held in, where a model has such.
-StateKind = Literal["float32", "float16"]
+StateKind = Literal["float32", "float16", "int8"]
 # Those that hold numbers as they are, so that neither scales nor key factors have a meaning.
 FLOATS: tuple[CacheKind, ...] = ("float32", "float16")
 
@@ -208,7 +208,7 @@ class Decoder(Protocol):
     def new_cache(self, kind: CacheKind = "float32", pages: int | None = None, states: StateKind = "float32") -> Cache:
         """An empty cache that `forward` takes: memory for each request, or so many `pages` of 64 tokens for all.
 
-        states  what the layers' states are held in, where they carry such; float16 is refused where they do not.
+        states  what the layers' states are held in, where they carry such; others than float32 are refused where not.
         """
 
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:

@@ -129,7 +129,8 @@ def main(
         ),
     ] = "auto",
     states: Annotated[
-        str, typer.Option(help="States of delta nets, state spaces and short convolutions: float32 or float16.")
+        str,
+        typer.Option(help="States of delta nets, state spaces and convolutions: float32, float16 or, on CPUs, int8."),
     ] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="CPU threads; by default one per physical core.")] = None,

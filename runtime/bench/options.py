@@ -33,7 +33,8 @@ SHAPE_NAMES = (
         "glm-4-9b",
         "granite-3.3-2b",
     ),
-    *("olmo-3-7b", "smollm3-3b", "ministral-3-8b", "lfm2-1.2b", "deepseek-v2-lite", "olmoe-1b-7b", "pair"),
+    *("olmo-3-7b", "smollm3-3b", "ministral-3-8b", "lfm2-1.2b", "deepseek-v2-lite", "olmoe-1b-7b"),
+    *("qwen2-57b-a14b", "pair"),
 )
 # Of `gpu`.
 Device = Annotated[str, typer.Option(help="cuda, cuda:N, or cpu: interpreted, at toy sizes, no speed.")]

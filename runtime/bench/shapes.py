@@ -285,6 +285,14 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         (50_279, 50_279),
         pad_token_id=1,
     ),
+    "qwen2-57b-a14b": _config(
+        _family("qwen2_moe", 1e-6, theta=1_000_000.0, num_experts=64, num_experts_per_tok=8, norm_topk_prob=False),
+        (151_936, 3584, 18_944, 28, 28, 4, 131_072),
+        (151_643, 151_643),
+        moe_intermediate_size=2560,
+        shared_expert_intermediate_size=20_480,
+        decoder_sparse_step=1,
+    ),
     "pair": _config(_LLAMA, (4096, 512, 1536, 4, 8, 2, 1024), (0, 0), tied=True, pad_token_id=0),
 }
 SHAPES: Mapping[str, Shape] = MappingProxyType(

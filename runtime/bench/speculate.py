@@ -1,7 +1,7 @@
 """Decoding with and without speculation, in turns: how much faster, how near to what costs predict, what differs."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,10 @@ class Item:
 
 @dataclass(frozen=True)
 class Job:
-    """What all passes share. `draft_length` None: a controller chooses. `grammar`: what each text keeps to."""
+    """What all passes share. `draft_length` None: a controller chooses, which begins with the costs `widths`.
+
+    grammar  what each text keeps to.
+    """
 
     decoder: Decoder
     drafter: Drafter
@@ -42,6 +45,7 @@ class Job:
     draft_length: int | None
     stop: frozenset[int] = frozenset()
     grammar: "Grammar | None" = None
+    widths: Mapping[int, float] = field(default_factory=dict)
 
 
 class GrammarDrafter(NoDrafter):
@@ -133,7 +137,7 @@ def _in_flight(sent: Sequence[Request], most: int) -> int:
 def ways(job: Job) -> tuple[Way, Way]:
     """Without and with speculation, in one cache."""
     cache = job.decoder.new_cache()
-    length: int | Controller = Controller() if job.draft_length is None else job.draft_length
+    length: int | Controller = Controller(widths=job.widths) if job.draft_length is None else job.draft_length
     return Way(NoDrafter(), 0, cache), Way(job.drafter, length, cache)
 
 

@@ -197,9 +197,8 @@ class KeyValueCache(ABC):
         """A new request's handle; it begins with the states of `origin`, if it is a copy of that."""
         handle, form = next(i for i in range(len(self._store) + 1) if i not in self._store), self.format
         if form.state:
-            self._states[handle] = (
-                States(form.state, form.device, form.state_dtype) if origin is None else self._states[origin].copy()
-            )
+            about = (form.state_width, form.device, form.state_dtype, form.state_shapes)
+            self._states[handle] = States(*about) if origin is None else self._states[origin].copy()
         self._store[handle], self._length[handle] = stores, length
         return handle
 

@@ -12,7 +12,7 @@ class CacheOptions:
     """How the target's cache holds keys and values, and in how many pages of 64 tokens (None: memory per request).
 
     kind    "auto": as the target's artifact says (float32 where it says nothing).
-    states  what the states of layers that carry one are held in: float32 or float16.
+    states  what the states of layers that carry one are held in: float32, float16 or, on CPUs, int8.
 
     Raises UserError for an unknown kind, or for no pages.
     """

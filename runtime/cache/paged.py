@@ -36,7 +36,7 @@ class PagedCache(KeyValueCache):
         self._pages = BlockPool(pages)
         # Per request, the pages of its blocks so far. A store's table repeats them where the kernels find them.
         self._held: dict[int, list[int]] = {}
-        self._snapshots = Snapshots(self.format.state * self.format.state_dtype.itemsize)
+        self._snapshots = Snapshots(self.format.state_width * self.format.state_dtype.itemsize)
         self._parts: dict[int, int] = {}  # per request, up to where known pages held its text when it began
 
     @property

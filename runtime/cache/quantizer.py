@@ -7,10 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from runtime.checkpoints.record import StateShape
 from runtime.contract import FLOATS, CacheBasis, CacheKind, StateKind
 from runtime.kernels.basis import round_signed
 from runtime.kernels.reference import quantize_rows
 from runtime.kv_store import KEY_BLOCK, LIMITS, SIGNED, THREE_BITS, VECTOR, Store
+
+STATE_DTYPES: dict[StateKind, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +25,8 @@ class CacheFormat:
     value_dim   dimensions of values; 0: as many as of keys.
     state       floats of the states of all layers that have one (cache/states.py); of a cache with layers of several
                 shapes it is the first format's.
-    state_kind  what these floats are held in: as they are, or as the nearest halves.
+    state_kind  what these floats are held in: as they are, as the nearest halves, or matrices in int8.
+    state_shapes  of each layer; int8 needs them.
     basis       what keys and values are written in, in place of factors; None: as they are.
 
     Raises ValueError for a factor of another shape or with entries that are not positive, and for a basis of another
@@ -39,6 +43,7 @@ class CacheFormat:
     state: int = 0
     basis: CacheBasis | None = None
     state_kind: StateKind = "float32"
+    state_shapes: tuple[StateShape, ...] = ()
 
     def __post_init__(self) -> None:
         factor, shape = self.key_factor, (self.layers, self.kv_heads, self.head_dim)
@@ -72,7 +77,12 @@ class CacheFormat:
     @property
     def state_dtype(self) -> torch.dtype:
         """Of `state_kind`."""
-        return torch.float32 if self.state_kind == "float32" else torch.float16
+        return STATE_DTYPES[self.state_kind]
+
+    @property
+    def state_width(self) -> int:
+        """Elements of `state_dtype` that a token's state takes."""
+        return self.state if self.state_kind != "int8" else sum(shape.bytes for shape in self.state_shapes)
 
     @property
     def values(self) -> int:

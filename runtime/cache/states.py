@@ -5,8 +5,9 @@ which token is the last. As many are kept as a request's drafts have needed so f
 state may be megabytes. What is rolled back further than states are kept is computed again from the text, to the same
 bits (`States.holds`, BaseDecoder): states are a cache of what the tokens imply.
 
-States in float16 are rounded to the nearest where a row leaves its own, so every row reads rounded ones, also within
-one forward. A state beyond ±65504 is an infinity, which no logits survive unseen.
+States in float16 and int8 are rounded where a row leaves its own, so every row reads rounded ones, also within one
+forward. A state beyond ±65504 of float16 is an infinity, which no logits survive unseen. In int8 the rows of matrices
+have a scale each, of their largest magnitude; a convolution's last inputs stay float32.
 """
 
 from collections.abc import Sequence
@@ -14,15 +15,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from runtime.checkpoints.record import StateShape
 from runtime.errors import UserError
+from runtime.kernels.reference import quantize_rows
 from runtime.kv_store import zeros
 
 # States that a request begins with: small ones as a short draft needs them, large ones as a token without any.
 _FIRST, _LEAST = 8, 2
-# Floats from which on a state is large: a megabyte.
+# Elements from which on a state is large: a megabyte of floats.
 _LARGE = 1 << 18
 # Those of the longest draft that can be asked for, and of the longest that is chosen where none was asked for.
 MOST, _CHOSEN = 65, 17
+# In the order of native/kernels.h, StateKind.
+_KINDS = (torch.float32, torch.float16, torch.int8)
 # Drafts of a request whose tokens are left on a device before they are read.
 _MOST_UNREAD = 64
 
@@ -33,13 +38,22 @@ def bytes_of_states(floats: int) -> int:
 
 
 class States:
-    """One request's: `memory` (held, floats) float32 or float16, the state after slot s at s modulo `held`.
+    """One request's: `memory` (held, width) float32, float16 or int8, the state after slot s at s modulo `held`.
+
+    shapes  of each layer's state, which lie one behind the other; int8, of which `width` are bytes, needs them.
 
     Raises UserError where the machine has no memory for more of them.
     """
 
-    def __init__(self, floats: int, device: torch.device, dtype: torch.dtype = torch.float32):
-        self.memory = _allocate(_LEAST if floats >= _LARGE else _FIRST, floats, device, dtype)
+    def __init__(
+        self,
+        width: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        shapes: Sequence[StateShape] = (),
+    ):
+        self.memory = _allocate(_LEAST if width >= _LARGE else _FIRST, width, device, dtype)
+        self._shapes = shapes
         self.tokens: list[int] = []  # in order of their slots
         self._oldest = 0  # the first slot whose state is still there
         self._end = 0  # behind the last slot that a forward took
@@ -48,9 +62,9 @@ class States:
 
     @property
     def pointers(self) -> tuple[int, int, int, int]:
-        """Address, how many are held, floats of one, and 1 where they are float16, else 0."""
-        held, floats = self.memory.shape
-        return self.memory.data_ptr(), held, floats, int(self.memory.dtype is torch.float16)
+        """Address, how many are held, width of one, and what they are held in (native/kernels.h, StateKind)."""
+        held, width = self.memory.shape
+        return self.memory.data_ptr(), held, width, _KINDS.index(self.memory.dtype)
 
     def holds(self, length: int) -> bool:
         """Whether the state after the first `length` tokens is there; before the first it is all zeros."""
@@ -106,7 +120,7 @@ class States:
 
     def copy(self) -> "States":
         """The same for a request that goes its own way from here."""
-        other = States(0, self.memory.device)
+        other = States(0, self.memory.device, shapes=self._shapes)
         other.memory = _allocate(len(self.memory), self.memory.shape[1], self.memory.device, self.memory.dtype)
         other.memory.copy_(self.memory)
         other.tokens, other._oldest, other._end = [*self.tokens], self._oldest, self._end
@@ -116,6 +130,40 @@ class States:
     def place(self, slot: int) -> Tensor:
         """The state after a slot, to be read or written."""
         return self.memory[slot % len(self.memory)]
+
+    def load(self, slot: int, place: int, size: int) -> Tensor:
+        """After a slot (below 0: before all, zeros), the state of the layer whose floats are `size` from `place` on."""
+        if slot < 0:
+            return torch.zeros(size, device=self.memory.device)
+        if self.memory.dtype is not torch.int8:
+            return self.place(slot)[place : place + size].float()
+        at, shape = self._packed(place, size)
+        held = self.place(slot)[at : at + shape.bytes]
+        inputs, end = held[: 4 * shape.inputs].view(torch.float32), 4 * shape.inputs + shape.rows * (4 + shape.columns)
+        rows = held[4 * shape.inputs : end].view(shape.rows, 4 + shape.columns)
+        scale = rows[:, :4].contiguous().view(torch.float32)
+        return torch.cat((inputs, (rows[:, 4:].float() * scale).flatten()))
+
+    def save(self, slot: int, place: int, values: Tensor) -> None:
+        """Rounds a layer's state (size,) and writes it to a slot; as `load` reads it."""
+        if self.memory.dtype is not torch.int8:
+            self.place(slot)[place : place + len(values)] = values
+            return
+        at, shape = self._packed(place, len(values))
+        made = values[: shape.inputs].contiguous().view(torch.int8)
+        if shape.rows:
+            codes, scale = quantize_rows(values[shape.inputs :].view(shape.rows, shape.columns))
+            made = torch.cat((made, torch.cat((scale.unsqueeze(1).view(torch.int8), codes), dim=1).flatten()))
+        self.place(slot)[at : at + len(made)] = made
+
+    def _packed(self, place: int, size: int) -> tuple[int, StateShape]:
+        """Where in int8 the state of a layer begins, and its shape."""
+        at = floats = 0
+        for shape in self._shapes:
+            if floats == place and shape.floats == size:
+                return at, shape
+            at, floats = at + shape.bytes, floats + shape.floats
+        raise ValueError(f"no layer's state is {size} floats from {place} on")
 
     def _read(self) -> None:
         found = torch.cat([part for _, part in self._unread]).tolist() if self._unread else []
@@ -135,11 +183,11 @@ class States:
 
 # States are moved outside of forwards, too, where what was made inside one may not be written.
 @torch.inference_mode(False)
-def _allocate(held: int, floats: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _allocate(held: int, width: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     try:
-        return zeros((held, floats), dtype, device)
+        return zeros((held, width), dtype, device)
     except (RuntimeError, MemoryError) as error:
-        size = 1e-9 * dtype.itemsize * held * floats
+        size = 1e-9 * dtype.itemsize * held * width
         raise UserError(
             f"{held} states of a request, {size:.1f} GB, do not fit this machine's memory; take fewer"
             " requests or shorter drafts"

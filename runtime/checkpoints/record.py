@@ -113,6 +113,24 @@ class KeyGroup(NamedTuple):
     layers: tuple[int, ...]
 
 
+class StateShape(NamedTuple):
+    """What a layer's state is made of: floats of a convolution's last inputs, and then rows of matrices."""
+
+    inputs: int = 0
+    rows: int = 0
+    columns: int = 0
+
+    @property
+    def floats(self) -> int:
+        """In all."""
+        return self.inputs + self.rows * self.columns
+
+    @property
+    def bytes(self) -> int:
+        """In int8: inputs stay float32, and each row's codes follow its scale; a whole number of floats."""
+        return 4 * self.inputs + -(-self.rows * (4 + self.columns) // 4) * 4
+
+
 class CacheShape(NamedTuple):
     """(layers, kv_heads, head_dim) of each group of layers, and floats of the states of all layers that carry one."""
 
@@ -246,18 +264,20 @@ class Architecture:
         return self.keys_of[layer] if self.keys_of else layer
 
     @property
+    def state_shapes(self) -> tuple[StateShape, ...]:
+        """Of each layer."""
+        c, d, m, none = self.convolution, self.delta, self.mamba, StateShape()
+        convolution = none if c is None else StateShape((c.taps - 1) * self.hidden)
+        delta = none if d is None else StateShape((d.taps - 1) * d.channels, d.value_heads * d.key, d.value)
+        mamba = none if m is None else StateShape((m.taps - 1) * m.channels, m.heads * m.state, m.dim)
+        shapes: dict[Mixer, StateShape] = {"convolution": convolution, "delta": delta}
+        shapes |= {"mamba": mamba, "attention and mamba": mamba}
+        return tuple(shapes.get(mixer, none) for mixer in self.mixers) or (none,) * self.layers
+
+    @property
     def state_sizes(self) -> tuple[int, ...]:
         """Floats of each layer's state."""
-        mamba = 0 if self.mamba is None else self.mamba.floats
-        sizes: dict[Mixer, int] = {
-            "attention": 0,
-            "convolution": 0 if self.convolution is None else (self.convolution.taps - 1) * self.hidden,
-            "delta": 0 if self.delta is None else self.delta.floats,
-            "mamba": mamba,
-            "attention and mamba": mamba,
-            "nothing": 0,
-        }
-        return tuple(sizes[mixer] for mixer in self.mixers) or (0,) * self.layers
+        return tuple(shape.floats for shape in self.state_shapes)
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:

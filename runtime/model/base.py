@@ -76,7 +76,7 @@ class BaseDecoder(ABC):
         """An empty cache that holds keys and values as `kind` says, by the artifact's factors and bases (`kv`).
 
         `pages` of 64 tokens, shared by all requests (PagedCache); None: memory for each request (ContiguousCache).
-        Raises UserError for states in float16 of a model whose layers carry none.
+        Raises UserError for states in other than float32 of a model whose layers carry none.
         """
         form = self._cache_format(kind, states)
         return ContiguousCache(form) if pages is None else PagedCache(form, pages)
@@ -91,7 +91,9 @@ class BaseDecoder(ABC):
         factors, bases = self.kv.factors(kind) or none, self.kv.bases_of(kind) or none
         values = 0 if a.latent is None else a.value_dim
         return tuple(
-            CacheFormat(*shape, self.device, kind, factor, values, state if number == 0 else 0, basis, states)
+            CacheFormat(
+                *shape, self.device, kind, factor, values, state if number == 0 else 0, basis, states, a.state_shapes
+            )
             for number, (shape, factor, basis) in enumerate(zip(groups, factors, bases, strict=True))
         )
 

@@ -25,9 +25,8 @@ def _walk(layout: Layout, cache: KeyValueCache, place: int, size: int, step: Cal
         states = cache.states(of.request)
         assert states is not None
         for row in range(of.count):
-            before = of.before(row)
-            past = (states.place(before) if before >= 0 else torch.zeros_like(states.place(0))).float()
-            states.place(of.start + row)[place : place + size] = step(of.first + row, past[place : place + size])
+            made = step(of.first + row, states.load(of.before(row), place, size))
+            states.save(of.start + row, place, made)
 
 
 def short_convolution(x: Tensor, weights: ShortConvolution, place: int, layout: Layout, cache: KeyValueCache) -> Tensor:

@@ -15,7 +15,7 @@ void Decoder::convolve(const Layer& layer, int64_t state, const Batch& batch) {
     multiply(layer.qkv, rows, made_.data(), 3 * channels, false);
     const int64_t piece = rows * channels < 16384 ? channels : std::max<int64_t>(64, channels / (4 * pool_.threads()));
     pool_.run(channels, piece, [&](int, int64_t begin, int64_t end) {
-        StatePart inputs(path_, batch, state + begin, end - begin, past, channels);
+        StatePart inputs = StatePart::inputs(path_, batch, state, begin, end, past, channels);
         const int64_t apart = inputs.stride();
         for (int64_t row = 0; row < rows; row++) {
             const float* from = inputs.before(row);
@@ -47,7 +47,7 @@ void Decoder::filter(const Batch& batch, int64_t state, const float* input, int6
                      int64_t count, const float* bias, float* out) {
     const int64_t rows = batch.rows, past = count - 1;
     pool_.run(channels, rows * channels < 16384 ? channels : 256, [&](int, int64_t begin, int64_t end) {
-        StatePart inputs(path_, batch, state + begin, end - begin, past, channels);
+        StatePart inputs = StatePart::inputs(path_, batch, state, begin, end, past, channels);
         const int64_t apart = inputs.stride();
         for (int64_t row = 0; row < rows; row++) {
             const float *from = inputs.before(row), *in = input + row * stride;

@@ -228,7 +228,7 @@ void Decoder::take(const Taken* taken, int64_t behind, int64_t rows) {
 // All layers: stores keys and values, and leaves the rows in x_.
 void Decoder::run(const Batch& batch, const Angles& angles, const Taken* taken) {
     const int64_t rows = batch.rows, hidden = model_.hidden;
-    int64_t state = 0;  // floats of a state in the layers so far
+    int64_t state = 0;  // what a state takes in the layers so far
     grow(x_, rows * hidden);
     for (int64_t g = 0; g < model_.groups; g++) {
         const Heads& h = model_.heads[g];
@@ -273,7 +273,7 @@ void Decoder::run(const Batch& batch, const Angles& angles, const Taken* taken) 
         else if (attends)
             attend(layer, batch, angles);
         if (layer.out) add_mixed(layer, rows);
-        state += state_floats(layer, hidden);
+        state += state_shape(layer, hidden).size(state_kind(batch));
         if (layer.mixture)
             mix(layer, rows);
         else if (layer.down)

@@ -29,10 +29,10 @@ void Decoder::delta(const Layer& layer, int64_t state, const Batch& batch) {
             path_.decay(left, d.rate, d.value_heads, left);
         }
     });
-    const int64_t size = d.key_dim * d.value_dim, wide = d.value_dim;
+    const int64_t wide = d.value_dim;
     pool_.run(d.value_heads, 1, [&](int, int64_t begin, int64_t end) {
         for (int64_t h = begin; h < end; h++) {
-            StatePart matrix(path_, batch, state + past * channels + h * size, size);
+            StatePart matrix = StatePart::matrix(path_, batch, state, past * channels, h, d.key_dim, wide);
             for (int64_t row = 0; row < rows; row++) {
                 const float* q = queries_.data() + row * channels + h / per * d.key_dim;
                 const float* v = queries_.data() + row * channels + 2 * keys + h * wide;

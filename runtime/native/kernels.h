@@ -61,10 +61,11 @@ struct Store {
     int64_t blocks;
     const int64_t* table;  // [the request's blocks]: which of `blocks` each of them is (a page); null: the same
     // States of layers that carry one: [held][width] floats, that after a slot at the slot modulo `held` (cache/states.py);
-    // halves: in 16 bits each.
+    // as halves, in 16 bits each; or in bytes, of which `width` counts.
     void* states = nullptr;
-    int64_t held = 0, width = 0, halves = 0;
+    int64_t held = 0, width = 0, state_kind = 0;
 };
+enum StateKind : int64_t { STATES_F32 = 0, STATES_F16 = 1, STATES_INT8 = 2 };
 enum CacheKind : int64_t { CACHE_F32 = 0, CACHE_INT8 = 1, CACHE_INT4 = 2, CACHE_INT3 = 3 };
 
 struct Heads {
@@ -210,6 +211,9 @@ struct Path {
     // To the nearest half, of two the even one, and back (halves.cpp).
     void (*to_halves)(const float* x, int64_t size, uint16_t* out);
     void (*from_halves)(const uint16_t* x, int64_t size, float* out);
+    // Rows of `size` floats, each to its scale and as many codes in int8, and back (rows.cpp).
+    void (*to_codes)(const float* x, int64_t rows, int64_t size, uint8_t* out);
+    void (*from_codes)(const uint8_t* x, int64_t rows, int64_t size, float* out);
     void (*rotate)(float* x, int64_t heads, int64_t dim, int64_t half, const float* cos, const float* sin);
     // out = x · matrix, of [size] by [size][size]: each sum first to last, no product fused.
     void (*turn)(const float* x, const float* matrix, int64_t size, float* out);

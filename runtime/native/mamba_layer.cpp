@@ -34,7 +34,7 @@ void Decoder::mamba(const Layer& layer, int64_t state, const Batch& batch) {
     });
     pool_.run(m.heads, rows * m.heads * size < 16384 ? m.heads : 1, [&](int, int64_t begin, int64_t end) {
         for (int64_t h = begin; h < end; h++) {
-            StatePart matrix(path_, batch, state + past * channels + h * size, size);
+            StatePart matrix = StatePart::matrix(path_, batch, state, past * channels, h, m.state, m.dim);
             for (int64_t row = 0; row < rows; row++) {
                 const float *x = queries_.data() + row * channels, *b = x + values + h / (m.heads / m.groups) * m.state;
                 float* out = mixed_.data() + row * values + h * m.dim;

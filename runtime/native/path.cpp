@@ -33,6 +33,8 @@ void mamba_steps(float*, const float*, int64_t, float, float, float*);
 void mamba_step(const MambaStep&);
 void to_halves(const float*, int64_t, uint16_t*);
 void from_halves(const uint16_t*, int64_t, float*);
+void to_codes(const float*, int64_t, int64_t, uint8_t*);
+void from_codes(const uint8_t*, int64_t, int64_t, float*);
 void rotate(float*, int64_t, int64_t, int64_t, const float*, const float*);
 void turn(const float*, const float*, int64_t, float*);
 void remember(const Heads&, int64_t, const Store&, int64_t, const float*, const float*);
@@ -53,8 +55,8 @@ extern const Path path;
 const Path path = {
     {linear_f32, linear_bf16, linear_int8, linear_int4, linear_nf4, linear_ternary, linear_nested, linear_upper, linear_trellis,
      linear_three_of_four},
-    quantize, widen, norm, layer_norm, gated, capped, sigmoid, decay, delta_step, mamba_steps, mamba_step, to_halves, from_halves, rotate, turn,
-    remember, attend, attend_split, choose,
+    quantize, widen, norm, layer_norm, gated, capped, sigmoid, decay, delta_step, mamba_steps, mamba_step, to_halves, from_halves, to_codes, from_codes,
+    rotate, turn, remember, attend, attend_split, choose,
     attention_scratch, attention_part, tile_rows, largest, encode, dot, maxima, look, block_step, UNSIGNED_DOT,
 };
 

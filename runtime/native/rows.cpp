@@ -215,6 +215,30 @@ static int32_t round_group(const float* x, int64_t size, float factor, float div
     return total;
 }
 
+// The factor of codes whose scale this is. A subnormal scale's is infinite: such a row is zero for every purpose.
+static float inverse_of(float scale) {
+    const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    return std::isinf(inverse) ? 0.0f : inverse;
+}
+
+// As reference.quantize_rows; each row's scale lies before its codes.
+void to_codes(const float* x, int64_t rows, int64_t size, uint8_t* out) {
+    for (int64_t row = 0; row < rows; row++, x += size, out += 4 + size) {
+        const float scale = absmax(x, size) / 127.0f;
+        std::memcpy(out, &scale, 4);
+        round_group(x, size, inverse_of(scale), 0.0f, reinterpret_cast<int8_t*>(out + 4));
+    }
+}
+
+void from_codes(const uint8_t* x, int64_t rows, int64_t size, float* out) {
+    for (int64_t row = 0; row < rows; row++, x += 4 + size, out += size) {
+        const int8_t* codes = reinterpret_cast<const int8_t*>(x + 4);
+        float scale;
+        std::memcpy(&scale, x, 4);
+        for (int64_t i = 0; i < size; i++) out[i] = static_cast<float>(codes[i]) * scale;
+    }
+}
+
 // Symmetric int8 by absmax over each group, as reference.quantize_rows; or with the layer's static scale.
 void quantize(const Weights& w, const float* values, int8_t* codes, float* step, int32_t* sums, float* scratch) {
     const float* x = values;
@@ -232,10 +256,8 @@ void quantize(const Weights& w, const float* values, int8_t* codes, float* step,
             sums[g] = round_group(x + from, size, 0.0f, *w.input_scale, out);
         } else {
             const float scale = absmax(x + from, size) / 127.0f;
-            float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-            if (std::isinf(inverse)) inverse = 0.0f;
             step[g] = scale;
-            sums[g] = round_group(x + from, size, inverse, 0.0f, out);
+            sums[g] = round_group(x + from, size, inverse_of(scale), 0.0f, out);
         }
         std::memset(out + size, 0, static_cast<size_t>(w.group - size));
         if (UNSIGNED_DOT && w.kind == specpress::INT8) {

@@ -254,7 +254,7 @@ class StoreStruct(Structure):
         *_all(c_void_p, "keys", "values", "key_scale", "value_scale"),
         ("blocks", c_int64),
         *_all(c_void_p, "table", "states"),
-        *_all(c_int64, "held", "width", "halves"),
+        *_all(c_int64, "held", "width", "state_kind"),
     ]
 
 

@@ -79,7 +79,8 @@ class ServeOptions:
         "auto"
     )
     states: Annotated[
-        str, typer.Option(help="States of delta nets, state spaces and short convolutions: float32 or float16.")
+        str,
+        typer.Option(help="States of delta nets, state spaces and convolutions: float32, float16 or, on CPUs, int8."),
     ] = "float32"
     runs: Annotated[
         Path | None, typer.Option(help="A folder of runs and sweeps, which the page lists.", show_default=False)

@@ -2,12 +2,13 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime.contract import Cache
+from runtime.contract import Cache, no_drafts
 from runtime.engine.engine import Engine
 from runtime.engine.requests import RequestOptions, make_request
 from runtime.errors import UserError
@@ -17,11 +18,13 @@ from runtime.sampling.params import Sampling
 from runtime.sampling.stopping import Exactly
 from runtime.serve.settings import ModelSettings
 from runtime.speculate import CacheOptions
+from runtime.speculative.costs import first_costs
 from runtime.speculative.draft import Drafter, NoDrafter, Rule
 from runtime.speculative.draft_length import Controller
 from runtime.speculative.drafters.by_name import drafter_by_name
 from runtime.speculative.drafters.for_requests import request_drafters
 from runtime.speculative.drafters.other_tokenizer import model_drafter
+from runtime.speculative.measured import NOTHING_KNOWN
 from runtime.speculative.recorded import needs_planes
 
 if TYPE_CHECKING:
@@ -29,6 +32,10 @@ if TYPE_CHECKING:
 
 PAGE = 64  # tokens
 _SHARE = 4  # of the memory that is free, one part for keys and values
+_TEXT = (
+    "The harbour lay still in the morning, and the boats that had come in at night were tied to the wall one beside the"
+    " other. A man in a blue coat counted the crates on the quay, wrote the number into his book, and began again."
+)
 _SLICES, _SLICE = 256, 4096  # of a weight file: what its digest is made of
 
 
@@ -48,7 +55,9 @@ def opened(settings: ModelSettings) -> tuple[Model, Engine, dict[str, Any]]:
     positions = model.decoder.max_positions
     context = positions if settings.context is None else min(settings.context, positions)
     cache = _cache(model, settings, context)
-    length = Controller(prior=chosen.prior) if settings.draft_length is None else settings.draft_length
+    length: int | Controller | None = settings.draft_length
+    if length is None:
+        length = Controller(prior=chosen.prior, widths=_widths(model))
     engine = Engine(model.decoder, drafters, length, verify, cache, max_batch=settings.max_batch, lenient=True)
     about = {
         "model": str(model.path),
@@ -152,6 +161,18 @@ def _free_on_host() -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return 4_000_000_000
+
+
+def _widths(model: Model) -> Mapping[int, float]:
+    """What forwards of some rows take over one of one row, by a text's beginning; a GPU shows it in its first rounds.
+
+    Real text: a mixture's neighbouring tokens share experts.
+    """
+    decoder = model.decoder
+    if no_drafts(decoder) or decoder.device.type != "cpu":
+        return NOTHING_KNOWN
+    tokens = model.tokenizer(_TEXT)["input_ids"][: decoder.max_positions // 4]
+    return first_costs(model, tokens) if tokens else NOTHING_KNOWN
 
 
 def _default(model: Model, chosen: Model | Drafter | None, verify: Rule) -> Drafter:

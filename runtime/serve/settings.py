@@ -14,7 +14,7 @@ class ModelSettings:
     draft_length  γ; None: what pays most, chosen every round.
     verify        the rule for sampled proposals.
     kv, pages     how keys and values are held, and in how many pages of 64 tokens (None: by the memory that is free).
-    states        what the states of layers that carry one are held in, float32 or float16.
+    states        what the states of layers that carry one are held in: float32, float16 or int8.
     context       the most tokens of prompt and answer; None: as many as the model has positions.
     max_batch     requests in one forward; the others wait.
     """

@@ -12,6 +12,7 @@ from runtime.sampling.distribution import argmax_tokens
 # Enough widths to interpolate v for every draft length that the advice considers (0..16).
 WIDTHS = (1, 2, 3, 5, 9, 17)
 _REPEATS, _LEAST_REPEATS = 41, 3
+_FIRST_WIDTHS, _FIRST_SECONDS = (1, 2, 3, 5), 2.0
 # Untimed forwards before a timed one: until so many milliseconds are spent, at most so many.
 _SETTLED, _MOST_SETTLING = 3.0, 8
 
@@ -92,6 +93,18 @@ def measure_costs(target: HasDecoder, text: Sequence[int], draft_length: int, se
     while prober.samples < _REPEATS and (prober.samples < _LEAST_REPEATS or time.perf_counter() - started < seconds):
         prober.sample()
     return prober.costs()
+
+
+def first_costs(target: HasDecoder, text: Sequence[int]) -> dict[int, float]:
+    """By a few widths, what a forward takes over one of one row, after one of a text that `text` begins.
+
+    For a controller that is to begin with them (draft_length.Controller): three samples of a dozen forwards, or fewer
+    once they have taken two seconds.
+    """
+    prober, started = Prober(target, text, 0, _FIRST_WIDTHS), time.perf_counter()
+    while prober.samples < _LEAST_REPEATS and (not prober.samples or time.perf_counter() - started < _FIRST_SECONDS):
+        prober.sample()
+    return prober.costs().widths
 
 
 def width_cost(widths: Mapping[int, float], width: float) -> float:

@@ -5,11 +5,11 @@ Both fade, so that a text which changes its nature, or a machine its speed, chan
 prompt lookup, which often finds nothing, and a model, which always drafts, are told apart by what they did.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from runtime.speculative.estimates import WINDOW
-from runtime.speculative.measured import Drafted, Gains, Prior, Times
+from runtime.speculative.measured import NOTHING_KNOWN, Drafted, Gains, Prior, Times
 
 LONGEST = 16
 # What drafting where it does not look best may cost, as a share of all time, and not drafting where drafting does: a
@@ -17,7 +17,7 @@ LONGEST = 16
 PROBING = 0.005
 # What looking may cost before there is much time to take a share of, in rounds without a draft: the first drafts of all
 # are few, and right after the first of its width a forward takes twice as long.
-CREDIT = 2.0
+CREDIT = 1.0
 CHECKING = 0.01  # times the square of what not drafting gains over what drafting does: the further, the less in doubt
 # What drafts longer than those that look best may cost, as a share of all time: that a second token costs less than the
 # first one did is only seen by drafting it.
@@ -30,8 +30,9 @@ _UNREAD = 0.9
 # a batch which gain unevenly end unevenly, so that later forwards are shared by fewer.
 MARGIN = 1.15
 # The first rounds of all show what not drafting and drafting cost and bring: some without a draft, then drafts until so
-# many have had tokens (of prompt lookup many find nothing, which says little), for no more than so many rounds. As long
-# as none of them was accepted, those after the first have a token each, and end when they have taken so much more than
+# many have had tokens (of prompt lookup many find nothing, which says little), for no more than so many rounds. The
+# first has one token, and each is twice as long as the one before while that was accepted whole: of a mixture of experts
+# four rows may cost twice as much as one. As long as none was accepted they end when they have taken so much more than
 # rounds without a draft, in such rounds.
 _OPENING_PLAIN, _OPENING_DRAFTS, _OPENING_LENGTH, _OPENING_MOST, _OPENING_COST = 2, 3, 4, 26, 3.0
 # A look that found nothing to draft is repeated so often: it has cost nothing, and told nothing of what drafts bring.
@@ -78,18 +79,23 @@ class _Look(NamedTuple):
 class Controller:
     """Chooses γ for all requests of a round. What it learns stays when requests come and go.
 
-    limit  the largest γ that it may choose.
-    prior  what is known of the drafter: it then begins with the γ that this finds best, and tries nothing out before.
+    limit   the largest γ that it may choose.
+    prior   what is known of the drafter: it then begins with the γ that this finds best, and tries nothing out before.
+    widths  by rows, what a forward takes over one of one row, where it was measured.
     """
 
-    def __init__(self, limit: int = LONGEST, prior: Prior | None = None) -> None:
+    def __init__(
+        self, limit: int = LONGEST, prior: Prior | None = None, widths: Mapping[int, float] = NOTHING_KNOWN
+    ) -> None:
         self.limit = limit
+        self.widths = widths
         self.seconds = 0.0
         self.probing_seconds = 0.0
         self.checking_seconds = 0.0
         self.lengthening_seconds = 0.0
-        self._times, self._gains = Times(prior), Gains(prior)
+        self._times, self._gains = Times(prior, widths), Gains(prior)
         self._opening = prior is None
+        self._opening_length = 1  # tokens of the next of the first drafts
         self._rounds = 0
         self._drafts = 0  # rounds in which tokens were drafted
         self._empty = 0  # looks one after the other that found nothing to draft
@@ -157,8 +163,7 @@ class Controller:
         if self._opening and self._rounds < _OPENING_PLAIN:
             return DraftBudget(0, 1)
         if self._opening and self._is_opening():
-            length = _OPENING_LENGTH if self._accepted or not self._drafts else 1
-            return DraftBudget(min(length, most) if alone else 0, 1)
+            return DraftBudget(min(self._opening_length, most) if alone else 0, 1)
         held_batch, held_most, held, until = self._held
         # A text near its end allows less; a choice that such a limit had forced is made anew when there is room again.
         if batch == held_batch and held <= most and (held < held_most or most <= held_most) and self._rounds < until:
@@ -230,6 +235,9 @@ class Controller:
         if found.budget > 0:
             self._drafts += drafted
             self._accepted = self._accepted or any(draft.accepted for draft in found.drafts)
+            if drafted:
+                whole = all(draft.accepted == draft.drafted for draft in found.drafts)
+                self._opening_length = min(2 * self._opening_length, _OPENING_LENGTH) if whole else 1
             self._gains.add(found.budget, found.drafts)
             if found.unread and found.drafts:
                 usual = self._times.drafting(len(found.drafts), found.budget)

@@ -22,7 +22,7 @@ _FADE = 0.99
 _KNOWN = 6.0
 # How many tries the acceptance one depth above counts for. A first token that nothing is known of is hoped for.
 _PRIOR = 2.0
-_HOPED = 0.7
+_HOPED = 0.5
 # Trees that were seen so seldom lately say nothing.
 _FORGOTTEN = 0.1
 # Weights are brought back to 1 above this.

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from runtime.speculative.estimates import Chain, Curve, Tree
 
-# A prior's times are in forwards of one row: so many rounds tell how long that is.
+NOTHING_KNOWN: Mapping[int, float] = MappingProxyType({})
+# Times known before are in forwards of one row: so many rounds tell how long that is.
 _UNITS = 3
 
 
@@ -41,15 +43,18 @@ class Prior:
 
 
 class Times:
-    """Seconds of the target's forward by its rows, and of drafting by the requests drafted for and their budget."""
+    """Seconds of the target's forward by its rows, and of drafting by the requests drafted for and their budget.
 
-    def __init__(self, prior: Prior | None = None) -> None:
-        self._target = Curve() if prior is None else Curve.of(prior.widths)
+    widths  what a forward takes by its rows, in forwards of one row, where it was measured: rather than a prior's.
+    """
+
+    def __init__(self, prior: Prior | None = None, widths: Mapping[int, float] = NOTHING_KNOWN) -> None:
+        self._target = Curve.of(widths or (prior.widths if prior is not None else {}))
         self._draft = {} if prior is None else {1: Curve.of({0: 0.0, prior.length: prior.drafting})}
-        # With a prior: how long a forward of one row seems to take, by each of the first rounds; the middle one counts.
+        # With times known before: how long a forward of one row seems to take, by each of the first rounds; the middle one counts.
         self._units: list[float] = []
         self._unit = 1.0
-        self._begins = prior is not None
+        self._begins = bool(self._target.known)
 
     @property
     def widest(self) -> int:
@@ -83,7 +88,7 @@ class Times:
         self._draft.setdefault(requests, Curve.of({0: 0.0})).add(budget, seconds)
 
     def _measure(self, unit: float) -> None:
-        """What a prior says becomes seconds, of which it knows nothing."""
+        """What was known before becomes seconds."""
         self._units.append(unit)
         before, self._unit = self._unit, sorted(self._units)[(len(self._units) - 1) // 2]
         for curve in (self._target, *self._draft.values()):

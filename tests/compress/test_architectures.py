@@ -130,17 +130,22 @@ def test_a_model_that_puts_rows_before_the_text_is_not_calibrated(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["int4-rtn", "int4-gptq"])
 @pytest.mark.parametrize("family", sorted(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-def test_every_architecture_that_transformers_builds(family: str, recipe: str, tmp_path: Path) -> None:
-    """Whatever is refused is refused in a sentence, and before anything is written."""
+def test_every_architecture_that_transformers_builds(family: str, tmp_path: Path) -> None:
+    """Whatever is refused is refused in a sentence, and before anything is written.
+
+    Calibrated, which walks the blocks, too; where that is refused, rounded to nearest, which the matrix does with all.
+    """
     try:
         make(family, tmp_path / "source")
     except UserError as error:
         pytest.skip(str(error))
-    try:
-        folder = run(tmp_path / "source", recipe, tmp_path / "run")
-    except USER_ERRORS as error:
-        assert len(str(error)) < 600 and "\n" not in str(error)
+    for recipe in ("int4-gptq", "int4-rtn"):
+        try:
+            folder = run(tmp_path / "source", recipe, tmp_path / "run")
+        except USER_ERRORS as error:
+            assert len(str(error)) < 600 and "\n" not in str(error)
+            assert not (tmp_path / "run").exists()
+            continue
+        check(folder)
         return
-    check(folder)

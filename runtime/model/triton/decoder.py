@@ -25,6 +25,7 @@ from runtime.cache.slots import (
 )
 from runtime.checkpoints.architecture import Architecture
 from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows, StateKind
+from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.reference import capped
 from runtime.kernels.triton.linear import TritonLinear
@@ -65,7 +66,12 @@ class TritonDecoder(BaseDecoder):
     def new_cache(
         self, kind: CacheKind = "float32", pages: int | None = None, states: StateKind = "float32"
     ) -> GpuCache:
-        """See BaseDecoder; without `pages` a pool of as many as the requests may come to need."""
+        """See BaseDecoder; without `pages` a pool of as many as the requests may come to need.
+
+        Raises UserError for states in int8.
+        """
+        if states == "int8":
+            raise UserError("states in int8 are for CPUs; on a GPU take float16, or leave it out")
         return GpuCache(self._cache_format(kind, states), pages)
 
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:

@@ -74,6 +74,7 @@ def tokens(vocabulary: int) -> torch.Tensor:
         ("lfm2-1.2b", 1_170_340_608),
         ("deepseek-v2-lite", 15_706_484_224),
         ("olmoe-1b-7b", 6_919_161_856),
+        ("qwen2-57b-a14b", 57_408_658_944),
     ],
 )
 def test_the_shapes_have_as_many_parameters_as_the_published_models(shape: str, parameters: int) -> None:

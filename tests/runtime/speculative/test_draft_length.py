@@ -120,7 +120,7 @@ def test_a_useless_drafter_costs_nothing(batch: int, forward: Callable[[int], fl
 def test_a_useless_drafter_costs_little_from_the_beginning(step: float) -> None:
     """A first text of 512 tokens; the opening and the looks after it are all that drafting takes."""
     found, chosen = simulate(Controller(), 512, per_token(0.0), step, flat)
-    assert found > 0.98 * expected(0, 0, step, flat) and max(chosen) > 1
+    assert found > 0.985 * expected(0, 0, step, flat) and max(chosen) > 0
 
 
 def test_after_a_rest_a_round_without_drafts_comes_first() -> None:
@@ -147,6 +147,34 @@ def test_of_a_mixture_drafting_never_costs_much(p: float, step: float) -> None:
     for seed in range(4):
         found, _ = simulate(Controller(), 1500, per_token(p), step, mixture, seed=seed)
         assert found > (1.1 if p == 0.7 else 0.98), seed
+
+
+@pytest.mark.parametrize("widths", [(), (1, 2, 3, 5)])
+@pytest.mark.parametrize("p", [0.0, 0.2, 0.4])
+def test_of_a_mixture_the_first_texts_cost_little_too(p: float, widths: tuple[int, ...]) -> None:
+    """500 rounds of a new engine, whether or not it begins with what forwards cost."""
+    found = []
+    for seed in range(8):
+        controller = Controller(widths={width: mixture(width) for width in widths})
+        found.append(simulate(controller, 500, per_token(p), 0.05, mixture, seed=seed)[0])
+    assert np.mean(found) > 0.985 and min(found) > 0.97
+
+
+def test_what_forwards_took_before_counts_until_rounds_show_it() -> None:
+    """As ratios, of the machine's speed as it is now; and each width's own time once it is seen."""
+    known, unknown = Controller(widths={1: 1.0, 2: 1.4, 5: 2.2}), Controller()
+    for controller in (known, unknown):
+        for seconds in (3.0, 2.0):
+            controller.observe(Round(1, 0, (), 1, 0.0, seconds))
+    tokens = [1 + gained for gained in (0.5, 0.5 + 0.25, 0.5 + 0.25 + 0.125)]
+    want = [seen / (2.0 * cost) for seen, cost in zip(tokens, (1.4, 1.4 + 0.8 / 3, 1.4 + 1.6 / 3), strict=True)]
+    assert known.rates(1, 3)[1:] == pytest.approx(want)
+    # What was never seen is taken for proportional, and not more than twice as wide a forward is thought of.
+    assert unknown.rates(1, 3)[1:] == pytest.approx([1.5 / 4.0, 0.0, 0.0])
+    for _ in range(60):
+        known.observe(Round(1, 1, (Drafted(1, 1),), 2, 0.0, 4.0))
+    assert known.rates(1, 1)[1] == pytest.approx(2 / 4.0, rel=0.05)
+    assert known.rates(2, 0)[0] == pytest.approx(2 / 4.0, rel=0.01)
 
 
 def test_it_notices_when_drafts_become_good_and_when_they_become_bad() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from runtime import Speculator, load
 from runtime.cache import states
 from runtime.contract import CacheKind, Rows, integers
+from runtime.errors import UserError
 from runtime.kernels.triton.row_states import CARRIED
 from runtime.model.triton.batch import Inputs, Shape
 from runtime.model.triton.cache import GpuCache
@@ -154,7 +155,9 @@ def test_rejected_drafts(made: Made, tmp_path: Path, device: str, kind: str, tem
     """Some drafts are taken and some are not; the text is that of plain decoding."""
     target = load(made(kind), device=device, kernels="triton")
     draft = load(pack(made(kind), tmp_path, "int4")[0], device=device, kernels="triton")
-    prompts, sampling = [words(3, seed=4).tolist()], Sampling(temperature=temperature, seed=11)
+    # Texts that the draft gets wrong somewhere: random models often write one token again and again.
+    prompt = words(3, seed=1 if temperature == 0.0 or kind == "mamba2" else 4).tolist()
+    prompts, sampling = [prompt], Sampling(temperature=temperature, seed=11)
     found = []
     for drafter in (None, ModelDrafter(draft)):
         speculator = Speculator(target, drafter, draft_length=3, cache=CacheOptions("int8", 8))
@@ -193,6 +196,11 @@ def test_a_forward_reads_nothing_but_its_block(
     monkeypatch.setattr(own._graphs, "run", replay)
     assert run() == want and want[:2] != want[2:]
     assert len(first) == 4
+
+
+def test_states_in_int8_are_refused(made: Made, device: str) -> None:
+    with pytest.raises(UserError, match="states in int8 are for CPUs; on a GPU take float16"):
+        decoder(made("lfm2"), device).new_cache("float32", None, "int8")
 
 
 def test_where_states_lie(made: Made, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
