@@ -50,7 +50,8 @@ class Drafters:
             if isinstance(draft_length, int):
                 most = draft_length
             elif isinstance(draft_length, Controller):
-                controller = Controller(draft_length.limit, draft_length.widths) if self._by_name else draft_length
+                limit, widths = draft_length.limit, draft_length.widths
+                controller = Controller(limit, widths=widths) if self._by_name else draft_length
             else:
                 controller = draft_length[name]
             self._by_name[name] = _proposer(name, drafter, controller, most)

@@ -31,10 +31,10 @@ _UNREAD = 0.9
 MARGIN = 1.15
 # The first rounds of all show what not drafting and drafting cost and bring: some without a draft, then drafts until so
 # many have had tokens (of prompt lookup many find nothing, which says little), for no more than so many rounds. The
-# first has one token, and each is twice as long as the one before while that was accepted whole: of a mixture of experts
-# four rows may cost twice as much as one. As long as none was accepted they end when they have taken so much more than
-# rounds without a draft, in such rounds.
-_OPENING_PLAIN, _OPENING_DRAFTS, _OPENING_LENGTH, _OPENING_MOST, _OPENING_COST = 2, 3, 4, 26, 3.0
+# first has two tokens, and each is twice as long as the one before while that was accepted whole: four rows of a mixture
+# of experts may cost twice as much as one. As long as none was accepted they end when they have taken so much more
+# than rounds without a draft, in such rounds.
+_OPENING_PLAIN, _OPENING_DRAFTS, _OPENING_LENGTH, _OPENING_LONGEST, _OPENING_MOST, _OPENING_COST = 2, 3, 2, 4, 26, 3.0
 # A look that found nothing to draft is repeated so often: it has cost nothing, and told nothing of what drafts bring.
 _REPEATS = 8
 # A choice holds for so many rounds at first, and twice as long each time that it is made again: choosing takes as long
@@ -95,7 +95,7 @@ class Controller:
         self.lengthening_seconds = 0.0
         self._times, self._gains = Times(prior, widths), Gains(prior)
         self._opening = prior is None
-        self._opening_length = 1  # tokens of the next of the first drafts
+        self._opening_length = _OPENING_LENGTH  # tokens of the next of the first drafts
         self._rounds = 0
         self._drafts = 0  # rounds in which tokens were drafted
         self._empty = 0  # looks one after the other that found nothing to draft
@@ -237,7 +237,7 @@ class Controller:
             self._accepted = self._accepted or any(draft.accepted for draft in found.drafts)
             if drafted:
                 whole = all(draft.accepted == draft.drafted for draft in found.drafts)
-                self._opening_length = min(2 * self._opening_length, _OPENING_LENGTH) if whole else 1
+                self._opening_length = min(2 * self._opening_length, _OPENING_LONGEST) if whole else 1
             self._gains.add(found.budget, found.drafts)
             if found.unread and found.drafts:
                 usual = self._times.drafting(len(found.drafts), found.budget)

@@ -51,7 +51,8 @@ class Times:
     def __init__(self, prior: Prior | None = None, widths: Mapping[int, float] = NOTHING_KNOWN) -> None:
         self._target = Curve.of(widths or (prior.widths if prior is not None else {}))
         self._draft = {} if prior is None else {1: Curve.of({0: 0.0, prior.length: prior.drafting})}
-        # With times known before: how long a forward of one row seems to take, by each of the first rounds; the middle one counts.
+        # With times known before: how long a forward of one row seems to take, by each of the first rounds; the middle
+        # one counts.
         self._units: list[float] = []
         self._unit = 1.0
         self._begins = bool(self._target.known)

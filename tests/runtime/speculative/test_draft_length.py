@@ -146,7 +146,7 @@ def test_of_a_mixture_drafting_never_costs_much(p: float, step: float) -> None:
     """Where a second row costs 40 % more, as it reads experts of its own, a draft that is often wrong is left alone."""
     for seed in range(4):
         found, _ = simulate(Controller(), 1500, per_token(p), step, mixture, seed=seed)
-        assert found > (1.1 if p == 0.7 else 0.98), seed
+        assert found > (1.09 if p == 0.7 else 0.98), seed
 
 
 @pytest.mark.parametrize("widths", [(), (1, 2, 3, 5)])
