@@ -31,9 +31,9 @@ _UNREAD = 0.9
 MARGIN = 1.15
 # The first rounds of all show what not drafting and drafting cost and bring: some without a draft, then drafts until so
 # many have had tokens (of prompt lookup many find nothing, which says little), for no more than so many rounds. The
-# first has two tokens, and each is twice as long as the one before while that was accepted whole: four rows of a mixture
-# of experts may cost twice as much as one. As long as none was accepted they end when they have taken so much more
-# than rounds without a draft, in such rounds.
+# first has two tokens, and each is twice as long as the one before while that was accepted whole: four rows of a
+# mixture of experts may cost twice as much as one. As long as none was accepted they end when they have taken so much
+# more than rounds without a draft, in such rounds.
 _OPENING_PLAIN, _OPENING_DRAFTS, _OPENING_LENGTH, _OPENING_LONGEST, _OPENING_MOST, _OPENING_COST = 2, 3, 2, 4, 26, 3.0
 # A look that found nothing to draft is repeated so often: it has cost nothing, and told nothing of what drafts bring.
 _REPEATS = 8
