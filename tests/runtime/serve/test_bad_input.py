@@ -41,7 +41,7 @@ BODIES: dict[str, tuple[str, bytes, str, str | None]] = {
     ),
     "half a character to tokenize": ("/tokenize", b'{"prompt": "\\ud800"}', "half a character", "prompt"),
     "no prompt": ("/v1/completions", b"{}", "prompt is missing", "prompt"),
-    "an empty prompt": ("/v1/completions", b'{"prompt": ""}', "prompt", "prompt"),
+    "an empty prompt": ("/v1/completions", b'{"prompt": ""}', "types fits (prompt: string", "prompt"),
     "no tokens": ("/v1/completions", b'{"prompt": []}', "prompt", "prompt"),
     "a prompt of prompts of nothing": ("/v1/completions", b'{"prompt": [[]]}', "prompt", "prompt"),
     "unknown fields": ("/v1/completions", b'{"prompt": "a", "foo": 1, "bar": 2}', "bar, foo are no fields", "bar"),
