@@ -225,7 +225,9 @@ class Controller:
         batch, _, held, until = self._held
         if found.budget == held == 0 and found.batch == batch and not changing:
             self._rest = until - self._rounds
-        expected = self._times.target(found.width) + self._times.drafting(len(found.drafts), found.budget)
+        expected = 0.0
+        if self._look is not None:
+            expected = self._times.target(found.width) + self._times.drafting(len(found.drafts), found.budget)
         drafted = any(draft.drafted for draft in found.drafts)
         if found.budget > 0:
             self._drafts += drafted
