@@ -256,6 +256,9 @@ class Controller:
                 self.lengthening_seconds += lost
             elif found.budget > 0:
                 self.probing_seconds += lost
+                if drafted and lost == 0:
+                    # It paid, against what was thought of it: another one tells whether that was luck.
+                    self._next = DraftBudget(found.budget, len(found.drafts)), self._look
             else:
                 self.checking_seconds += lost
 
