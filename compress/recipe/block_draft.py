@@ -63,7 +63,7 @@ class BlockDraft(TrainingStage):
     continuations: Literal["greedy", "sampled", "none"] = "greedy"
     prompt: OpenShare = 0.25
     as_is: Share = 0.5
-    samples: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 4096
+    samples: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 6144
     max_epochs: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 30
     decay: Annotated[float, Field(gt=0, le=1, strict=False)] = 0.9
     distill: Share = 0.5

@@ -230,7 +230,9 @@ class Controller:
         batch, _, held, until = self._held
         if found.budget == held == 0 and found.batch == batch and not changing:
             self._rest = until - self._rounds
-        expected = self._times.target(found.width) + self._times.drafting(len(found.drafts), found.budget)
+        expected = 0.0
+        if self._look is not None:
+            expected = self._times.target(found.width) + self._times.drafting(len(found.drafts), found.budget)
         drafted = any(draft.drafted for draft in found.drafts)
         if found.budget > 0:
             self._drafts += drafted
@@ -262,6 +264,9 @@ class Controller:
                 self.lengthening_seconds += lost
             elif found.budget > 0:
                 self.probing_seconds += lost
+                if drafted and lost == 0:
+                    # It paid, against what was thought of it: another one tells whether that was luck.
+                    self._next = DraftBudget(found.budget, len(found.drafts)), self._look
             else:
                 self.checking_seconds += lost
 
