@@ -17,7 +17,7 @@ LONGEST = 16
 PROBING = 0.005
 # What looking may cost before there is much time to take a share of, in rounds without a draft: the first drafts of all
 # are few, and right after the first of its width a forward takes twice as long.
-CREDIT = 1.0
+CREDIT = 2.0
 CHECKING = 0.01  # times the square of what not drafting gains over what drafting does: the further, the less in doubt
 # What drafts longer than those that look best may cost, as a share of all time: that a second token costs less than the
 # first one did is only seen by drafting it.
