@@ -13,6 +13,7 @@ from runtime.errors import UserError
 
 # Experts that transformers holds in two tensors: a file of packed ones has them one by one.
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_WITHOUT_ATTENTION = {"conv", "linear_attention"}
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,19 @@ class Shape:
         return found
 
     def first(self, layers: int | None) -> "Shape":
-        """The model of its first layers alone; None: of all. Raises UserError where it has fewer."""
+        """The model of its first layers alone; None: of all.
+
+        Raises UserError where it has fewer, and where none of them has attention, without which its family is not read.
+        """
         count = self.config["num_hidden_layers"]
         if layers is None or layers == count:
             return self
         if not 1 <= layers < count:
             raise UserError(f"--layers: {self.name} has {count}, found {layers}")
+        kinds = self.config.get("layer_types", ())
+        if kinds and set(kinds[:layers]) <= _WITHOUT_ATTENTION:
+            least = next(number for number, kind in enumerate(kinds, 1) if kind not in _WITHOUT_ATTENTION)
+            raise UserError(f"--layers: the first {layers} of {self.name} have no attention; take {least} or more")
         each = {key: value[:layers] for key, value in self.config.items() if key in ("layer_types", "no_rope_layers")}
         return replace(self, config=MappingProxyType({**self.config, **each, "num_hidden_layers": layers}))
 

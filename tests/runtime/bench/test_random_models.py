@@ -83,6 +83,14 @@ def test_the_shapes_have_as_many_parameters_as_the_published_models(shape: str, 
     assert sum(prod(size) for name, size in about.tensors.items() if name != left_out) == parameters
 
 
+@pytest.mark.parametrize(("shape", "least"), [("lfm2-1.2b", 3), ("qwen3.5-4b", 4)])
+def test_first_layers_without_attention_are_refused(shape: str, least: int) -> None:
+    assert SHAPES[shape].first(least).architecture.layers == least
+    message = f"--layers: the first {least - 1} of {shape} have no attention; take {least} or more"
+    with pytest.raises(UserError, match=message):
+        SHAPES[shape].first(least - 1)
+
+
 def test_the_pair_is_that_of_the_examples() -> None:
     theirs = json.loads((ROOT / "examples" / "pair" / "target" / "config.json").read_text())
     ours = SHAPES["pair"].config
