@@ -1,6 +1,6 @@
 """Ternary weights without training by two planes, W ≈ s1·T1 + s2·T2, beside what else takes 3 to 4 bits a weight.
 
-    .venv/bin/python examples/two_planes.py --threads 1
+    .venv/bin/python examples/compare/two_planes.py --threads 1
 
 Two ternary planes with two scales a row give nine levels: 3.17 bits a weight as numbers to base 9, 4 as two planes of
 two bits each. Scales are fitted to the weights by alternating least squares, codes chosen with GPTQ's error feedback,
