@@ -19,7 +19,7 @@ from runtime.engine.schedule import MIXED_ROWS, PREFILL_ROWS
 from runtime.serve.prefixes import PAGE, Kept, ranked
 from runtime.serve.worker import GAP
 
-_WAITING = 0.3  # share of the work beside the engines that waits for memory: it is Python's
+_WAITING = 0.2  # share of the work beside the engines that waits for memory: it is Python's
 
 
 @dataclass(frozen=True)

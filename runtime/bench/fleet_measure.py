@@ -22,7 +22,7 @@ from runtime.serve.worker import GAP
 _SHORT, _LONG = 16, 512  # tokens of the prompts whose first tokens tell what a row costs
 _SINGLES = 40  # texts of one token, which tell what a request costs
 _BETWEEN = 4  # such texts while another one is written
-_REST = 1.0  # seconds
+_REST, _PAUSE = 1.0, 0.1  # seconds
 _HIGHEST_ID = 250  # token ids of random prompts: every vocabulary has them
 
 _Prompts = Callable[[int, int, int], list[dict[str, Any]]]  # so many requests, of so many tokens, for so many new ones
@@ -54,7 +54,7 @@ def measure(address: str, batches: Sequence[int], new_tokens: int, shared: bool 
 
     ask(address, prompts(1, _SHORT, new_tokens))  # warms up
     firsts = {
-        tokens: median(ask(address, prompts(1, tokens, new_tokens))[0].first for _ in range(passes))
+        tokens: median(_after_a_pause(address, prompts(1, tokens, new_tokens)).first for _ in range(2 * passes))
         for tokens in (_SHORT, _LONG)
     }
     row = max(0.0, (firsts[_LONG] - firsts[_SHORT]) / (_LONG - _SHORT))
@@ -79,6 +79,12 @@ def measure(address: str, batches: Sequence[int], new_tokens: int, shared: bool 
     return replace(told, held=_held(address, prompts, told, tokens, 3 * passes))
 
 
+def _after_a_pause(address: str, bodies: list[dict[str, Any]]) -> Timed:
+    """One text that comes to a server at rest, whose processor and caches have turned to something else."""
+    sleep(_PAUSE)
+    return ask(address, bodies)[0]
+
+
 def _held(address: str, prompts: _Prompts, told: Figures, tokens: int, passes: int) -> float:
     """How much longer a text of so many tokens takes for each request that comes meanwhile, beyond its rows."""
 
@@ -94,7 +100,7 @@ def _held(address: str, prompts: _Prompts, told: Figures, tokens: int, passes: i
     return max(0.0, (median(disturbed) - median(alone)) / _BETWEEN - told.prompt * _SHORT)
 
 
-def crowding(address: str, replicas: int, cores: float, new_tokens: int, passes: int = 9) -> tuple[float, ...]:
+def crowding(address: str, replicas: int, cores: float, new_tokens: int, passes: int = 15) -> tuple[float, ...]:
     """Figures.crowd of an idle cluster of so many replicas on one machine of so many cores: medians of the passes.
 
     Raises UserError where nothing answers there, or a request is refused.

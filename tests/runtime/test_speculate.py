@@ -243,8 +243,8 @@ def test_streams_give_the_same_text_as_generate(fake: Fake) -> None:
     target, draft = fake(0), fake(0, noise=1.0)
     cases: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3}]
     for options in cases:
-        [result] = Speculator(target, draft).generate([PROMPTS[0]], 60, **options)
-        stream = Speculator(target, draft).stream(PROMPTS[0], 60, **options)
+        [result] = Speculator(target, draft, 4).generate([PROMPTS[0]], 60, **options)
+        stream = Speculator(target, draft, 4).stream(PROMPTS[0], 60, **options)
         assert stream.finish is None
         pieces = list(stream)
         assert [token for piece in pieces for token in piece.tokens] == result.tokens

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from compress.best.budgets import Budgets
+from compress.best.further import LEARNED, ROTATED
 from compress.best.journal import NAME
 from compress.best.question import Question
 from compress.best.start import make_plan
@@ -86,14 +87,16 @@ def ended(job: Found, out: Path, expected: Found) -> Found:
     done = "plan.json" in left and not journal
     wrong = [] if done or (code := finish(fork(job, out))) == 0 else [f"ended with {code}"]
     if not wrong:
-        wrong = [name for name, found in content(out, job["goal"]).items() if found != expected[name]]
+        found = content(out, job["goal"])
+        wrong = sorted(name for name in expected.keys() | found.keys() if found.get(name) != expected.get(name))
         wrong += follows(out, journal) + sorted({path.name for path in out.iterdir()} - ALL)
     shutil.rmtree(out, ignore_errors=True)
     return {"left": left, "measured": len(journal.get("measured", ())), "wrong": wrong}
 
 
 # A kill in the very last step may leave the lock.
-ALL = {"best", "plan.json", "plan.md", "plan.html", "lock"}
+MAY_FOLLOW = {LEARNED, ROTATED}
+ALL = {"best", "plan.json", "plan.md", "plan.html", "lock"} | MAY_FOLLOW
 
 
 def follows(out: Path, journal: Found) -> list[str]:
@@ -118,7 +121,12 @@ def content(out: Path, goal: str) -> Found:
         return {}
     paths = sorted((out / "best" / "model").rglob("*"))
     files = {path.relative_to(out).as_posix(): path.read_bytes() for path in paths if path.is_file()}
-    return {**files, "plan.json": without_times(json.loads((out / "plan.json").read_bytes()))}
+    plan = json.loads((out / "plan.json").read_bytes())
+    for one in plan["further"]:
+        del one["seconds"], one["memory"]  # of this machine, as it was then
+        if one["file"] in MAY_FOLLOW & {path.name for path in out.iterdir()}:
+            files[one["file"]] = (out / one["file"]).read_bytes()
+    return {**files, "plan.json": without_times(plan)}
 
 
 def without_times(data: Any) -> Any:

@@ -18,7 +18,7 @@ from runtime.serve.ray_config import ClusterConfig, Replicas
 from tests.ray_cluster import Nodes, nodes
 
 TOKENS, PROMPT, REQUESTS, BATCH = 48, 96, 100, 8
-SHARES = (0.3, 0.5, 0.7)  # of what the replicas can do
+SHARES = (0.25, 0.4, 0.55)  # of what the replicas can do
 NEAR = 0.15
 STEADY = 1.4  # how far the same load's median may lie apart between passes, for figures to mean anything
 PASSES = 3
@@ -80,6 +80,7 @@ def test_the_simulation_is_near_what_a_cluster_does(three: Nodes, tmp_path: Path
         for count, share, name in ratios
     ]
     print("\n".join(lines))
-    if any(max(seen) > STEADY * min(seen) for (_, _, name), seen in real.items() if name == "p50"):
+    near = all(abs(median(of) - 1) <= NEAR for of in ratios.values())
+    if not near and any(max(seen) > STEADY * min(seen) for (_, _, name), seen in real.items() if name == "p50"):
         pytest.skip("the machine is not quiet: " + "; ".join(lines))
-    assert all(abs(median(of) - 1) <= NEAR for of in ratios.values()), lines
+    assert near, lines
