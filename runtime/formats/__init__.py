@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from runtime.errors import UserError
+from runtime.formats.configuration import WHERE
 from runtime.formats.schemes import KINDS, READERS, Scheme
 
 if TYPE_CHECKING:
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
 
     from runtime.formats.packed import PackedWeight
     from runtime.formats.tensors import Tensors
-
-_WHERE = "config.json: quantization_config"
 
 
 def dequantize(packed: "PackedWeight") -> "Tensor":
@@ -84,11 +83,11 @@ def check_supported(quantization: Any) -> None:
     if quantization is None:
         return
     if not isinstance(quantization, dict):
-        raise UserError(f"{_WHERE} must be a mapping, found {quantization!r}")
+        raise UserError(f"{WHERE} must be a mapping, found {quantization!r}")
     method = _method(quantization)
     if not isinstance(method, str) or method not in READERS:
         raise UserError(
-            f"{_WHERE}.quant_method {method!r} is not read; use a plain checkpoint, bitsandbytes nf4 or LLM.int8,"
+            f"{WHERE}.quant_method {method!r} is not read; use a plain checkpoint, bitsandbytes nf4 or LLM.int8,"
             " compressed-tensors fp8, int8 or int6 to int2, GPTQ, AWQ, mxfp4, bitnet, specpress-ternary or"
             " specpress-trellis"
         )

@@ -17,24 +17,24 @@ from torch import Tensor
 from runtime.errors import UserError
 from runtime.formats import int4
 from runtime.formats.codes import whole_zeros
+from runtime.formats.configuration import WHERE
 from runtime.formats.packed import PackedWeight
 from runtime.formats.tensors import SCALES, Tensors, as_stored, check_codes, fetch, read_bias, with_bias
 
 # Column of a word's eight that each nibble holds, the lowest first.
 _COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 _PER_WORD = 8
-_WHERE = "config.json: quantization_config"
 
 
 def check(config: Mapping[str, Any]) -> None:
     """Raises UserError for a configuration that is malformed, or whose layout is not read."""
     version = config.get("version") or config.get("checkpoint_format") or config.get("format") or "gemm"
     if str(version).lower() != "gemm":
-        raise UserError(f"{_WHERE}: of AWQ's layouts 'gemm' is read, found {version!r}; save the model as 'gemm'")
+        raise UserError(f"{WHERE}: of AWQ's layouts 'gemm' is read, found {version!r}; save the model as 'gemm'")
     bits, size = config.get("bits", 4), config.get("group_size", 128)
     if bits != 4 or type(size) is not int or (size != -1 and size < 1):
         raise UserError(
-            f"{_WHERE}: AWQ is read with 4 bits in groups of 1 and more inputs or -1, found bits {bits!r}, group_size"
+            f"{WHERE}: AWQ is read with 4 bits in groups of 1 and more inputs or -1, found bits {bits!r}, group_size"
             f" {size!r}"
         )
 

@@ -8,12 +8,12 @@ from typing import Any
 from runtime.errors import UserError
 from runtime.formats import fp8, int8
 from runtime.formats.codes import stored_bits
+from runtime.formats.configuration import WHERE
 from runtime.formats.packed import Activation, PackedWeight, Scheme
 from runtime.formats.patterns import trouble
 from runtime.formats.schemes import KINDS, SCHEMES, CodeKind
 from runtime.formats.tensors import Tensors
 
-_WHERE = "config.json: quantization_config"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _EXPERTS = r"re:.*\.experts\..*"
 # The bits that each layout is read with, and the kind of such codes.
@@ -132,12 +132,12 @@ def check(config: Mapping[str, Any]) -> None:
     groups = config.get("config_groups")
     # A cache's scheme alone is a configuration too: of plain weights.
     if not isinstance(groups, dict) or not (groups or config.get("kv_cache_scheme")):
-        raise UserError(f"{_WHERE}.config_groups must name at least one group, found {groups!r}")
+        raise UserError(f"{WHERE}.config_groups must name at least one group, found {groups!r}")
     status = config.get("quantization_status", "compressed")
     if status != "compressed":
-        raise UserError(f"{_WHERE}.quantization_status must be 'compressed', found {status!r}; save it compressed")
+        raise UserError(f"{WHERE}.quantization_status must be 'compressed', found {status!r}; save it compressed")
     for name, group in groups.items():
-        where = f"{_WHERE}.config_groups.{name}"
+        where = f"{WHERE}.config_groups.{name}"
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict):
             raise UserError(f"{where}.weights must be a mapping, found {weights!r}")
@@ -163,7 +163,7 @@ def check(config: Mapping[str, Any]) -> None:
             raise UserError(f"{where}.weights.actorder must be 'group', 'weight', 'static' or null, found {order!r}")
         _activation(group, where)
     if config.get("sparsity_config") or config.get("transform_config"):
-        raise UserError(f"{_WHERE}: sparsity_config and transform_config are not read; use a checkpoint without them")
+        raise UserError(f"{WHERE}: sparsity_config and transform_config are not read; use a checkpoint without them")
 
 
 def _check_floats(group: Mapping[str, Any], where: str) -> None:

@@ -24,13 +24,13 @@ from torch import Tensor
 
 from runtime.errors import UserError
 from runtime.formats.codes import group_index, pack_words, read_order, unpack_words, whole_zeros
+from runtime.formats.configuration import WHERE
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.formats.tensors import SCALES, Tensors, check_codes, expect_shape, fetch, in_first, read_bias, with_bias
 
 BITS = (2, 3, 4, 8)
 Layout = Literal["gptq", "gptq_v2"]
 _LAYOUTS = ("gptq", "gptq_v2")
-_WHERE = "config.json: quantization_config"
 # Where the last group is short, all are cut into equal parts, and parts below this are a damaged file.
 _SMALLEST = 4
 
@@ -39,13 +39,11 @@ def check(config: Mapping[str, Any]) -> None:
     """Raises UserError for a configuration that is malformed, or whose layout is not read."""
     found = layout(config)
     if found not in _LAYOUTS:
-        raise UserError(
-            f"{_WHERE}: of GPTQ's layouts 'gptq' and 'gptq_v2' are read, found {found!r}; convert the model"
-        )
+        raise UserError(f"{WHERE}: of GPTQ's layouts 'gptq' and 'gptq_v2' are read, found {found!r}; convert the model")
     if (words := config.get("pack_dtype", "int32")) not in ("int32", "torch.int32"):
-        raise UserError(f"{_WHERE}.pack_dtype must be 'int32', found {words!r}; pack the model into 32-bit words")
+        raise UserError(f"{WHERE}.pack_dtype must be 'int32', found {words!r}; pack the model into 32-bit words")
     if config.get("is_marlin_format"):
-        raise UserError(f"{_WHERE}.is_marlin_format: Marlin's own layout is not read; save the model as 'gptq'")
+        raise UserError(f"{WHERE}.is_marlin_format: Marlin's own layout is not read; save the model as 'gptq'")
     options(config)
 
 
@@ -54,13 +52,13 @@ def options(config: Mapping[str, Any]) -> list[tuple[int, int]]:
     base = {key: config.get(key, default) for key, default in (("bits", None), ("group_size", 128))}
     dynamic = config.get("dynamic") or {}
     if not isinstance(dynamic, dict) or not all(isinstance(v, dict) for v in dynamic.values()):
-        raise UserError(f"{_WHERE}.dynamic must map expressions to mappings, found {str(dynamic)[:80]}")
+        raise UserError(f"{WHERE}.dynamic must map expressions to mappings, found {str(dynamic)[:80]}")
     found: dict[tuple[int, int], None] = {}
     for where, over in [("", {}), *((f".dynamic[{key!r}]", value) for key, value in dynamic.items())]:
         bits, size = (over.get(key, value) for key, value in base.items())
         if type(bits) is not int or bits not in BITS or type(size) is not int or (size != -1 and size < 1):
             raise UserError(
-                f"{_WHERE}{where}: GPTQ is read with 2, 3, 4 or 8 bits in groups of 1 and more inputs or -1, found bits"
+                f"{WHERE}{where}: GPTQ is read with 2, 3, 4 or 8 bits in groups of 1 and more inputs or -1, found bits"
                 f" {bits!r}, group_size {size!r}"
             )
         found[bits, size] = None

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from runtime.errors import UserError
+from runtime.formats.configuration import WHERE
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.formats.schemes import KINDS, SCHEMES
 from runtime.formats.tensors import (
@@ -38,7 +39,6 @@ Direction = Literal["divide", "multiply"]
 PER_BYTE = KINDS["ternary"].outputs
 # The least mean magnitude that is divided by.
 SMALLEST = 1e-5
-_WHERE = "config.json: quantization_config"
 
 
 def scheme() -> Scheme:
@@ -193,15 +193,13 @@ def check(config: Mapping[str, Any]) -> None:
     """Raises UserError for a bitnet configuration that is malformed, or whose weights are not packed ones."""
     kind = config.get("linear_class", "bitlinear")
     if kind not in ("bitlinear", "autobitlinear"):
-        raise UserError(f"{_WHERE}.linear_class must be 'bitlinear' or 'autobitlinear', found {kind!r}")
+        raise UserError(f"{WHERE}.linear_class must be 'bitlinear' or 'autobitlinear', found {kind!r}")
     # "bitlinear" is always packed: transformers looks at the mode for the other class only.
     mode = config.get("quantization_mode", "offline")
     if kind == "autobitlinear" and mode != "offline":
         raise UserError(
-            f"{_WHERE}.quantization_mode {mode!r}: weights that are rounded while the model runs are not read; save"
+            f"{WHERE}.quantization_mode {mode!r}: weights that are rounded while the model runs are not read; save"
             " them packed ('offline')"
         )
     if config.get("use_rms_norm"):
-        raise UserError(
-            f"{_WHERE}.use_rms_norm: norms inside linear layers are not read; use a checkpoint without them"
-        )
+        raise UserError(f"{WHERE}.use_rms_norm: norms inside linear layers are not read; use a checkpoint without them")

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from runtime.errors import UserError
 from runtime.formats.codes import pack_bits, unpack_bits
+from runtime.formats.configuration import WHERE, check_version, our_own
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.formats.schemes import SCHEMES
 from runtime.formats.tensors import (
@@ -36,8 +37,6 @@ from runtime.formats.tensors import (
 
 FOUR, BITS = 4, 5
 METHOD = "specpress-ternary"
-_VERSION = 1
-_WHERE = "config.json: quantization_config"
 
 
 def scheme() -> Scheme:
@@ -180,21 +179,15 @@ def read(config: Mapping[str, Any], tensors: Tensors, prefix: str, unpack: bool 
 
 def check(config: Mapping[str, Any]) -> None:
     """Raises UserError for a configuration of a later version, or one that is malformed."""
-    version, layers = config.get("version"), config.get("layers")
-    if version != _VERSION:
-        raise UserError(f"{_WHERE}.version {version!r} is not read: expected {_VERSION}; install a newer specpress")
+    check_version(config)
+    layers = config.get("layers")
     if not isinstance(layers, list) or not all(isinstance(name, str) for name in layers):
-        raise UserError(f"{_WHERE}.layers must list the modules that are stored so, found {str(layers)[:80]}")
+        raise UserError(f"{WHERE}.layers must list the modules that are stored so, found {str(layers)[:80]}")
 
 
 def hf_config(layers: Mapping[str, Scheme], skip: Sequence[str] = ()) -> dict[str, Any]:
     """`quantization_config` of config.json: the layers by module, and the linear modules that stay."""
-    return {
-        "quant_method": METHOD,
-        "version": _VERSION,
-        "layers": sorted(layers),
-        "modules_to_not_convert": list(skip),
-    }
+    return our_own(METHOD, skip, layers=sorted(layers))
 
 
 def as_ternary(packed: PackedWeight) -> PackedWeight:

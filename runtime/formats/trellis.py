@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from runtime.errors import UserError
+from runtime.formats.configuration import WHERE, check_version, our_own
 from runtime.formats.packed import PackedWeight, Scheme, Tiles
 from runtime.formats.schemes import SCHEMES
 from runtime.formats.tensors import (
@@ -39,8 +40,6 @@ BITS = (2, 3, 4)
 TILE = 16
 STATES = 256
 METHOD = "specpress-trellis"
-_VERSION = 1
-_WHERE = "config.json: quantization_config"
 
 
 def scheme(bits: int = 3) -> Scheme:
@@ -201,23 +200,17 @@ def read(config: Mapping[str, Any], tensors: Tensors, prefix: str, unpack: bool 
 
 def check(config: Mapping[str, Any]) -> None:
     """Raises UserError for a configuration of a later version, or one that is malformed."""
-    version, bits = config.get("version"), config.get("bits")
-    if version != _VERSION:
-        raise UserError(f"{_WHERE}.version {version!r} is not read: expected {_VERSION}; install a newer specpress")
+    check_version(config)
+    bits = config.get("bits")
     if not isinstance(bits, dict) or not all(isinstance(k, str) and v in BITS for k, v in bits.items()):
         raise UserError(
-            f"{_WHERE}.bits must give each layer 2, 3 or 4 bits by its module's name, found {str(bits)[:80]}"
+            f"{WHERE}.bits must give each layer 2, 3 or 4 bits by its module's name, found {str(bits)[:80]}"
         )
 
 
 def hf_config(layers: Mapping[str, Scheme], skip: Sequence[str] = ()) -> dict[str, Any]:
     """`quantization_config` of config.json: the bits of each layer by module, and the linear modules that stay."""
-    return {
-        "quant_method": METHOD,
-        "version": _VERSION,
-        "bits": {module: one.bits for module, one in sorted(layers.items())},
-        "modules_to_not_convert": list(skip),
-    }
+    return our_own(METHOD, skip, bits={module: one.bits for module, one in sorted(layers.items())})
 
 
 def as_int8(packed: PackedWeight) -> PackedWeight:

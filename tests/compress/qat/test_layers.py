@@ -1,5 +1,7 @@
 """BitLinear: codes of the packed format, straight-through gradients, λ, and the same result as the packed kernels."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,18 +22,19 @@ from compress.qat.layers import (
 from runtime.formats import dequantize, ternary, three_of_four
 from runtime.kernels.reference import packed_linear, quantize_rows
 
+WEIGHTS: dict[str, Any] = {
+    "inputs": st.integers(1, 70),
+    "power": st.floats(-4, 4),
+    "stored": st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    "seed": st.integers(0, 1000),
+}
+
 
 def random(*shape: int, seed: int = 0, spread: float = 0.05) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-@given(
-    quarter=st.integers(1, 9),
-    inputs=st.integers(1, 70),
-    power=st.floats(-4, 4),
-    stored=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    seed=st.integers(0, 1000),
-)
+@given(quarter=st.integers(1, 9), **WEIGHTS)
 @settings(max_examples=60, deadline=None)
 def test_ternary_weights_are_the_formats_to_the_bit(
     quarter: int, inputs: int, power: float, stored: torch.dtype, seed: int
@@ -45,13 +48,7 @@ def test_ternary_weights_are_the_formats_to_the_bit(
     assert torch.equal(absmean(weight, scale_dtype), ternary.storable(mean, scale_dtype))
 
 
-@given(
-    outputs=st.integers(1, 9),
-    inputs=st.integers(1, 70),
-    power=st.floats(-4, 4),
-    stored=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    seed=st.integers(0, 1000),
-)
+@given(outputs=st.integers(1, 9), **WEIGHTS)
 @settings(max_examples=60, deadline=None)
 def test_three_of_four_weights_are_the_formats_to_the_bit(
     outputs: int, inputs: int, power: float, stored: torch.dtype, seed: int

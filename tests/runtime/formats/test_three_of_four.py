@@ -20,6 +20,7 @@ from runtime.errors import UserError
 from runtime.formats import three_of_four
 from runtime.formats.packed import PackedWeight
 from runtime.kernels.reference import packed_linear
+from tests.runtime.formats.damage import Damage, changed, without
 
 Packed = Callable[..., PackedWeight]
 PAGE = Path(__file__).parents[3] / "docs" / "ternary.md"
@@ -116,14 +117,6 @@ def test_codes_that_no_pattern_gives_are_not_written(at: tuple[int, int], code: 
         three_of_four.encode(codes)
 
 
-def without(name: str) -> Callable[[dict[str, Tensor]], None]:
-    return lambda tensors: tensors.__delitem__(name)
-
-
-def changed(name: str, value: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:
-    return lambda tensors: tensors.update({name: value(tensors[name])})
-
-
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
@@ -136,7 +129,7 @@ def changed(name: str, value: Callable[[Tensor], Tensor]) -> Callable[[dict[str,
         (changed("layer.weight_scale", lambda t: t * torch.nan), "tensor layer.weight_scale"),
     ],
 )
-def test_damaged_files_are_told_of(packed: Packed, damage: Callable[[dict[str, Tensor]], None], told: str) -> None:
+def test_damaged_files_are_told_of(packed: Packed, damage: Damage, told: str) -> None:
     tensors = stored(packed("ternary-1.25", 8, 24))
     assert three_of_four.from_tensors(tensors, "layer").shape == (8, 24)
     damage(tensors)

@@ -17,6 +17,7 @@ from runtime.errors import UserError
 from runtime.formats import trellis
 from runtime.formats.packed import PackedWeight
 from runtime.kernels.reference import packed_linear
+from tests.runtime.formats.damage import Damage, changed, without
 
 Packed = Callable[..., PackedWeight]
 PAGE = Path(__file__).parents[3] / "docs" / "trellis.md"
@@ -65,14 +66,6 @@ def test_it_is_exactly_an_int8_layer(packed: Packed) -> None:
         trellis.as_int8(as_rows)
 
 
-def without(name: str) -> Callable[[dict[str, Tensor]], None]:
-    return lambda tensors: tensors.__delitem__(name)
-
-
-def changed(name: str, value: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:
-    return lambda tensors: tensors.update({name: value(tensors[name])})
-
-
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
@@ -87,7 +80,7 @@ def changed(name: str, value: Callable[[Tensor], Tensor]) -> Callable[[dict[str,
         (changed("layer.weight_shape", lambda t: t + 100), "tensor layer.weight_tiles has shape"),
     ],
 )
-def test_a_damaged_file_is_one_sentence(packed: Packed, damage: Callable[..., None], told: str) -> None:
+def test_a_damaged_file_is_one_sentence(packed: Packed, damage: Damage, told: str) -> None:
     made = packed("trellis", 33, 50, bits=3)
     tensors = formats.to_tensors(replace(made, scale=made.scale.bfloat16().float()), "layer", torch.bfloat16)
     damage(tensors)
