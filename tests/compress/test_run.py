@@ -16,6 +16,7 @@ from compress.recipe import Recipe, built_in
 from compress.report.schema import Report
 from compress.run import app, command_line, summary_rows
 from runtime.generate import app as generate
+from tests.killing import hear_interrupts
 
 Tiny = Callable[..., Path]
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "mixtral", "gpt2")
@@ -241,7 +242,7 @@ def test_ctrl_c_ends_with_130(tiny: Tiny, text: Path, tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        preexec_fn=_take_interrupts,
+        preexec_fn=hear_interrupts,
     )
     assert process.stderr is not None
     for line in process.stderr:
@@ -254,11 +255,6 @@ def test_ctrl_c_ends_with_130(tiny: Tiny, text: Path, tmp_path: Path) -> None:
     # The weights are done: hours of work, for all that Ctrl-C knows.
     assert "out.partial is kept for --resume" in errors
     assert sorted(path.name for path in tmp_path.iterdir()) == ["code.txt", "out.partial"]
-
-
-def _take_interrupts() -> None:
-    """A background job of a shell ignores SIGINT, and its children would inherit that."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def test_a_killed_run_goes_on(tiny: Tiny, text: Path, tmp_path: Path) -> None:

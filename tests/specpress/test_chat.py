@@ -21,6 +21,7 @@ from runtime import Speculator, load
 from runtime.errors import UserError
 from runtime.sampling.conversation import Conversation
 from tests.conftest import write_tiny
+from tests.killing import hear_interrupts
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -140,8 +141,7 @@ class Terminal:
         pid, self.file = pty.fork()
         if pid == 0:
             os.environ["TERM"] = "dumb"
-            # A shell's background jobs, such as tests may be, ignore it, and so would all that they start.
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            hear_interrupts()
             os.execv(sys.executable, [sys.executable, "-m", "specpress", "chat", *words])
         self.pid = pid
         self.shown = ""

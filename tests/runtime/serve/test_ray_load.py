@@ -22,6 +22,7 @@ pytest.importorskip("ray")
 
 from runtime.serve.ray_command import remove_application
 from runtime.serve.ray_config import ClusterConfig, Replicas, Routing
+from tests.killing import hear_interrupts
 from tests.ray_cluster import Nodes, nodes
 from tests.serving import Running, running
 
@@ -184,7 +185,7 @@ def test_serve_run_takes_the_file_that_cluster_writes(two: Nodes, pair: tuple[Pa
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
             [str(bin_ / "serve"), "run", "--address", two.cluster.address, str(tmp_path / "serve.yaml")],
-            stdout=log, stderr=log, text=True,
+            stdout=log, stderr=log, text=True, preexec_fn=hear_interrupts,
         )  # fmt: skip
     try:
         server = Running(process, two.port, tmp_path / "log")
@@ -194,7 +195,7 @@ def test_serve_run_takes_the_file_that_cluster_writes(two: Nodes, pair: tuple[Pa
         assert len(server.engine()["replicas"]) == 1
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(180)
+        process.wait(WAIT)
     _until_gone(server)
 
 
