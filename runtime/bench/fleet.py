@@ -164,6 +164,16 @@ def simulate(figures: Figures, fleet: Fleet, load: Load, due: Sequence[float] | 
     return _told(fleet, load, run)
 
 
+def gap(figures: Figures, fleet: Fleet, texts: int, prompt: int, new_tokens: int) -> float:
+    """Seconds between two tokens, in the mean, of the text that begins last of so many that come at once."""
+    run = _Run(figures, fleet, new_tokens)
+    for number in range(texts):
+        run.ask(number, _Text(0.0, [], prompt))
+    run.clock.run()
+    one = max(run.done, key=lambda text: text.first)
+    return (one.last - one.first) / max(1, new_tokens - 1)
+
+
 class _Run:
     """One simulation. A request: the way here, ingress, the others' work, rounds; each round's news: the way back."""
 

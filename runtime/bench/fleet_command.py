@@ -120,7 +120,8 @@ def _figures(options: FleetOptions, replicas: int) -> "Figures":
     if options.together is not None and options.cores is not None:
         from runtime.bench.fleet_measure import crowding
 
-        found = replace(found, crowd=crowding(options.together, replicas, options.cores, options.new_tokens))
+        crowd = crowding(options.together, found, replicas, options.cores, options.new_tokens)
+        found = replace(found, crowd=crowd)
         write(options.figures, _plain(found))
     return found
 

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from runtime.bench.fleet import Cost, Figures, Load, percentiles
+from runtime.bench.fleet import Cost, Figures, Fleet, Load, gap, percentiles
 from runtime.bench.load import arrivals
 from runtime.errors import UserError
 from runtime.serve.worker import GAP
@@ -23,6 +23,7 @@ _SHORT, _LONG = 16, 512  # tokens of the prompts whose first tokens tell what a 
 _SINGLES = 40  # texts of one token, which tell what a request costs
 _BETWEEN = 4  # such texts while another one is written
 _REST, _PAUSE = 1.0, 0.1  # seconds
+_MOST_CROWDED, _NEAR = 8.0, 0.01  # what is believed of replicas that crowd each other, and how exactly it is found
 _HIGHEST_ID = 250  # token ids of random prompts: every vocabulary has them
 
 _Prompts = Callable[[int, int, int], list[dict[str, Any]]]  # so many requests, of so many tokens, for so many new ones
@@ -63,12 +64,12 @@ def measure(address: str, batches: Sequence[int], new_tokens: int, shared: bool 
     for count in batches:
         before = _Spent.now(address, shared)
         runs = [ask(address, prompts(count, _SHORT, tokens)) for _ in range(passes)]
-        gap = median(map(_last_gap, runs))
-        rounds.append((count, gap))
+        between = median(map(_last_gap, runs))
+        rounds.append((count, between))
         steps = passes * (tokens - 1)
-        messages = passes * count + steps * min(1.0, gap / GAP)
+        messages = passes * count + steps * min(1.0, between / GAP)
         work = np.array([passes * count, messages, passes * count * tokens])
-        spent.append((work, before.since(address, steps * gap + row * _SHORT * passes * count)))
+        spent.append((work, before.since(address, steps * between + row * _SHORT * passes * count)))
     ingress, others = _costs(spent)
     ways = [ingress, others] if shared else [ingress]
     first = max(0.0, firsts[_SHORT] - row * _SHORT - sum(one.news(1) for one in ways))
@@ -100,8 +101,12 @@ def _held(address: str, prompts: _Prompts, told: Figures, tokens: int, passes: i
     return max(0.0, (median(disturbed) - median(alone)) / _BETWEEN - told.prompt * _SHORT)
 
 
-def crowding(address: str, replicas: int, cores: float, new_tokens: int, passes: int = 15) -> tuple[float, ...]:
+def crowding(
+    address: str, one: Figures, replicas: int, cores: float, new_tokens: int, passes: int = 15
+) -> tuple[float, ...]:
     """Figures.crowd of an idle cluster of so many replicas on one machine of so many cores: medians of the passes.
+
+    one  what one replica does: what ingress, client and Ray take of the cores while texts are written is no crowding.
 
     Raises UserError where nothing answers there, or a request is refused.
     """
@@ -111,8 +116,25 @@ def crowding(address: str, replicas: int, cores: float, new_tokens: int, passes:
         for count in range(1, replicas + 1):  # the router gives each text to a replica of its own
             bodies = [_asked(generator.integers(3, _HIGHEST_ID, _SHORT).tolist(), tokens) for _ in range(count)]
             gaps[count - 1].append(_last_gap(ask(address, bodies)))
-    slower = [median(found) / median(gaps[0]) / max(1.0, (at + 1) / cores) for at, found in enumerate(gaps)]
-    return tuple(max(1.0, one) for one in slower)
+    return crowd_behind(one, Fleet(replicas, cores=cores), [median(found) for found in gaps], tokens)
+
+
+def crowd_behind(one: Figures, fleet: Fleet, gaps: Sequence[float], new_tokens: int) -> tuple[float, ...]:
+    """Figures.crowd with which texts of 1, 2, … replicas at once take so many times longer than one, as in `gaps`:
+    seconds between two of their tokens, simulated by bisection."""
+
+    def longer(crowd: tuple[float, ...]) -> float:
+        told = replace(one, crowd=crowd)
+        return gap(told, fleet, len(crowd), _SHORT, new_tokens) / gap(told, fleet, 1, _SHORT, new_tokens)
+
+    crowd: tuple[float, ...] = (1.0,)
+    for found in gaps[1:]:
+        low, high = 1.0, _MOST_CROWDED
+        while high - low > _NEAR:
+            middle = (low + high) / 2
+            low, high = (middle, high) if longer((*crowd, middle)) < found / gaps[0] else (low, middle)
+        crowd = (*crowd, low)
+    return crowd
 
 
 def _last_gap(texts: Sequence[Timed]) -> float:

@@ -8,8 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from runtime.bench.__main__ import app
-from runtime.bench.fleet import Cost, Figures, Fleet, Load, simulate
+from runtime.bench.fleet import Cost, Figures, Fleet, Load, gap, simulate
 from runtime.bench.fleet_cores import Clock
+from runtime.bench.fleet_measure import crowd_behind
 
 
 def test_one_server_waits_as_theory_says() -> None:
@@ -153,3 +154,14 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
         figures.write_text(bad)
         found = CliRunner().invoke(app, words)
         assert found.exit_code == 2 and "--figures" in found.output
+
+
+def test_what_ingress_and_client_take_of_the_cores_is_no_crowding() -> None:
+    """The crowd behind measured times is found again, though threads beside the engines have made them longer, too."""
+    ingress, others = Cost(0.001, 0.0002, 0.00005), Cost(0.002, 0.0005, 0.0001)
+    figures, fleet, tokens = Figures(0.001, 0.0002, ((1, 0.004), (8, 0.01)), ingress, others), Fleet(3, cores=2), 96
+    for crowd in ((1.0, 1.0, 1.0), (1.0, 1.3, 1.7), (1.0, 1.2, 1.2)):
+        gaps = [gap(replace(figures, crowd=crowd), fleet, texts, 16, tokens) for texts in (1, 2, 3)]
+        assert crowd_behind(figures, fleet, gaps, tokens) == pytest.approx(crowd, abs=0.03)
+        # Shared cores alone would be 1 and 1.5 times as long.
+        assert gaps[1] > 1.02 * crowd[1] * gaps[0] and gaps[2] > 1.52 * crowd[2] * gaps[0] / 1.03

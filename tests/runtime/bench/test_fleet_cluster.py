@@ -65,7 +65,7 @@ def test_the_simulation_is_near_what_a_cluster_does(three: Nodes, tmp_path: Path
             if count == 1:
                 one = figures = measure(address, (1, 2, 4, 8), TOKENS, shared=True)
             else:
-                figures = replace(one, crowd=crowding(address, count, cores, TOKENS))
+                figures = replace(one, crowd=crowding(address, one, count, cores, TOKENS))
             rate = able.setdefault(count, _per_second(address, count * BATCH))
             for share in SHARES:
                 load = _load(share * rate, REQUESTS, int(100 * share) + count)
