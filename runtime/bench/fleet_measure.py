@@ -55,21 +55,21 @@ def measure(address: str, batches: Sequence[int], new_tokens: int, shared: bool 
 
     ask(address, prompts(1, _SHORT, new_tokens))  # warms up
     firsts = {
-        tokens: median(_after_a_pause(address, prompts(1, tokens, new_tokens)).first for _ in range(2 * passes))
+        tokens: median(_after_a_pause(address, prompts(1, tokens, new_tokens))[0].first for _ in range(2 * passes))
         for tokens in (_SHORT, _LONG)
     }
     row = max(0.0, (firsts[_LONG] - firsts[_SHORT]) / (_LONG - _SHORT))
     spent, rounds = [_single(address, [prompts(1, _SHORT, 1) for _ in range(_SINGLES)], row, shared)], []
-    tokens = min(_LONG, 4 * new_tokens)
+    often = 3 * passes
     for count in batches:
         before = _Spent.now(address, shared)
-        runs = [ask(address, prompts(count, _SHORT, tokens)) for _ in range(passes)]
+        runs = [_after_a_pause(address, prompts(count, _SHORT, new_tokens)) for _ in range(often)]
         between = median(map(_last_gap, runs))
         rounds.append((count, between))
-        steps = passes * (tokens - 1)
-        messages = passes * count + steps * min(1.0, between / GAP)
-        work = np.array([passes * count, messages, passes * count * tokens])
-        spent.append((work, before.since(address, steps * between + row * _SHORT * passes * count)))
+        steps = often * (new_tokens - 1)
+        messages = often * count + steps * min(1.0, between / GAP)
+        work = np.array([often * count, messages, often * count * new_tokens])
+        spent.append((work, before.since(address, steps * between + row * _SHORT * often * count)))
     ingress, others = _costs(spent)
     ways = [ingress, others] if shared else [ingress]
     first = max(0.0, firsts[_SHORT] - row * _SHORT - sum(one.news(1) for one in ways))
@@ -77,13 +77,13 @@ def measure(address: str, batches: Sequence[int], new_tokens: int, shared: bool 
     # What costs more than the wait for a first token is not all spent within it.
     early = min(1.0, first / requests) if requests else 1.0
     told = Figures(first - early * requests, row, tuple(rounds), ingress, others, early)
-    return replace(told, held=_held(address, prompts, told, tokens, 3 * passes))
+    return replace(told, held=_held(address, prompts, told, min(_LONG, 4 * new_tokens), often))
 
 
-def _after_a_pause(address: str, bodies: list[dict[str, Any]]) -> Timed:
-    """One text that comes to a server at rest, whose processor and caches have turned to something else."""
+def _after_a_pause(address: str, bodies: list[dict[str, Any]]) -> list[Timed]:
+    """Texts that come to a server at rest, whose processor and caches have turned to something else."""
     sleep(_PAUSE)
-    return ask(address, bodies)[0]
+    return ask(address, bodies)
 
 
 def _held(address: str, prompts: _Prompts, told: Figures, tokens: int, passes: int) -> float:
@@ -110,13 +110,13 @@ def crowding(
 
     Raises UserError where nothing answers there, or a request is refused.
     """
-    generator, tokens = np.random.default_rng(), min(_LONG, 4 * new_tokens)
+    generator = np.random.default_rng()
     gaps: list[list[float]] = [[] for _ in range(replicas)]
     for _ in range(passes):
         for count in range(1, replicas + 1):  # the router gives each text to a replica of its own
-            bodies = [_asked(generator.integers(3, _HIGHEST_ID, _SHORT).tolist(), tokens) for _ in range(count)]
-            gaps[count - 1].append(_last_gap(ask(address, bodies)))
-    return crowd_behind(one, Fleet(replicas, cores=cores), [median(found) for found in gaps], tokens)
+            bodies = [_asked(generator.integers(3, _HIGHEST_ID, _SHORT).tolist(), new_tokens) for _ in range(count)]
+            gaps[count - 1].append(_last_gap(_after_a_pause(address, bodies)))
+    return crowd_behind(one, Fleet(replicas, cores=cores), [median(found) for found in gaps], new_tokens)
 
 
 def crowd_behind(one: Figures, fleet: Fleet, gaps: Sequence[float], new_tokens: int) -> tuple[float, ...]:
