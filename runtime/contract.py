@@ -6,6 +6,7 @@ chain or a tree, and batches of all of these at once are the same call.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -81,18 +82,45 @@ class Rows:
     def __len__(self) -> int:
         return self.request.numel()
 
+    @property
+    def spans(self) -> Sequence[tuple[int, int, int]] | None:
+        """Of rows that were made by `chains`: what they were made of; None: look at the tensors."""
+        return None
+
     @staticmethod
     def chains(spans: Sequence[tuple[int, int, int]]) -> "Rows":
         """Rows of consecutive tokens: one (request, first position, count) per request."""
-        request: list[int] = []
-        position: list[int] = []
-        parent: list[int] = []
-        for handle, start, count in spans:
-            base = len(request)
-            request += [handle] * count
-            position += range(start, start + count)
-            parent += [-1, *range(base, base + count - 1)][:count]
-        return Rows(integers(request), integers(position), integers(parent))
+        return Chains(spans)
+
+
+class Chains(Rows):
+    """Rows of consecutive tokens, which are most of all: their tensors are made when somebody asks for them."""
+
+    spans: Sequence[tuple[int, int, int]] = ()
+
+    def __init__(self, spans: Sequence[tuple[int, int, int]]) -> None:
+        self.__dict__["spans"] = spans
+
+    def __len__(self) -> int:
+        return sum(count for _, _, count in self.spans)
+
+    @cached_property
+    def request(self) -> Tensor:  # type: ignore[override]
+        """See Rows."""
+        return integers([handle for handle, _, count in self.spans for _ in range(count)])
+
+    @cached_property
+    def position(self) -> Tensor:  # type: ignore[override]
+        """See Rows."""
+        return integers([place for _, start, count in self.spans for place in range(start, start + count)])
+
+    @cached_property
+    def parent(self) -> Tensor:  # type: ignore[override]
+        """See Rows."""
+        found: list[int] = []
+        for _, _, count in self.spans:
+            found += [-1, *range(len(found), len(found) + count - 1)][:count]
+        return integers(found)
 
 
 @dataclass(frozen=True)

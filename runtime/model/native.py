@@ -84,7 +84,7 @@ class NativeDecoder(BaseDecoder):
         self._recall_states(rows, held)
         reserved = reserve(rows, held)
         extend_states(reserved, tokens, held, logits_at)
-        batch, kept = self._batches.of(reserved, tokens, rows.position, held)
+        batch, kept = self._batches.of(reserved, tokens, rows, held)
         angles = self._angles(max(r.start + r.count for r in reserved) - 1)
         at = self._batches.constants(count)[2] if logits_at is None else int64(logits_at)
         asked = count if logits_at is None else at.numel()
@@ -121,7 +121,7 @@ class NativeDecoder(BaseDecoder):
         if not reserved:
             return torch.empty((0, 0), dtype=torch.int64)
         extend_states(reserved, tokens, held, further=[count - 1 for count in steps])
-        batch, kept = self._batches.of(reserved, tokens, rows.position, held)
+        batch, kept = self._batches.of(reserved, tokens, rows, held)
         angles = self._angles(max(r.start + r.count + s for r, s in zip(reserved, steps, strict=True)) - 2)
         wanted, longest = integers(steps), max(steps)
         drafted = torch.full((len(steps), longest), -1, dtype=torch.int64)
@@ -137,8 +137,8 @@ class NativeDecoder(BaseDecoder):
         return drafted
 
     def _run_again(self, tokens: Tensor, chain: Reserved, cache: KeyValueCache) -> None:
-        positions = torch.arange(chain.start, chain.start + chain.count)
-        batch, kept = self._batches.of([chain], tokens, positions, cache)
+        rows = Rows.chains([(chain.request, chain.start, chain.count)])
+        batch, kept = self._batches.of([chain], tokens, rows, cache)
         angles = self._angles(chain.start + chain.count - 1)
         handle = self._runner(cache).handle
         require().specpress_forward(handle, byref(batch), byref(angles), None, 0, None, None, None)

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 
-# Of so many last times of each amount of work the mean of the faster half counts. On a machine that others use, too,
-# every third round may take three times as long: that hits long rounds as often as they are long, and so changes
-# nothing of which one is best, but a few times of each show nothing else.
+# Of so many last times of each amount of work the middle one counts, of a few the fastest or the one after it: on a
+# machine that others use, too, every third round may take three times as long, and a few times show nothing else.
 WINDOW = 16
 _FEW = 4
 # What a round leaves of the counts before it: some hundred rounds decide.
@@ -92,7 +91,7 @@ class Curve:
         """The values of `known`; those measured more often count more."""
         for at in self.known:
             if at not in self._means:
-                self._means[at] = _faster_half(self.times[at])
+                self._means[at] = _middle(self.times[at])
         found, bound = [self._means[at] for at in self.known], math.inf
         for place, at in enumerate(self.known):
             if at > 0 and found[place] > 0:
@@ -103,10 +102,12 @@ class Curve:
         return self._values
 
 
-def _faster_half(times: Collection[float]) -> float:
-    """The mean of the faster half; of three the fastest: what looks slow for once would not be tried again."""
-    half = max(1, len(times) // 2)
-    return sum(sorted(times)[:half]) / half
+def _middle(times: Collection[float]) -> float:
+    """The median; of two the faster one, for what looks slow for once would not be tried again."""
+    ordered, middle = sorted(times), (len(times) - 1) // 2
+    if len(times) % 2 or len(times) < _FEW:
+        return ordered[middle]
+    return (ordered[middle] + ordered[middle + 1]) / 2
 
 
 @dataclass
