@@ -226,8 +226,6 @@ class Engine:
         return plan_round(running, self._cache, self._decoder.vocab_size, budgets)
 
     def _fits(self, batch: Sequence[ScheduledRequest]) -> bool:
-        if not self._cache.pages:
-            return True
         return not self._cache.missing_pages({part.state.handle: part.fed + part.budget for part in batch})
 
     def _forward(

@@ -232,7 +232,8 @@ def append_accepted(request: Request, draft: Draft, accepted: Acceptance, hidden
     hidden  (rows, hidden) of the round, of no rows where the decoder gives none; first: the row of the text's last
             token, behind which the draft's are.
     """
-    gained = [*(draft.tokens[i] for i in accepted.path), accepted.next_token]
+    gained = [draft.tokens[i] for i in accepted.path]
+    gained.append(accepted.next_token)
     count, stopped = kept(gained, request.stop_tokens, request.stop_strings)
     path = accepted.path[:count]
     request.tokens += gained[:count]
@@ -268,8 +269,10 @@ def account(
     times  when the round began, its drafts were there, they were verified, and all was done.
     """
     started, drafted, verified, ended = times
-    heads = sum(part.budget > 0 for part in batch)
-    width = sum(part.fed + len(draft.tokens) for part, draft in zip(batch, drafts, strict=True))
+    heads = width = 0
+    for part, draft in zip(batch, drafts, strict=True):
+        heads += part.budget > 0
+        width += part.fed + len(draft.tokens)
     for part, draft, outcome in zip(batch, drafts, outcomes, strict=True):
         metrics, rows = part.state.metrics, part.fed + len(draft.tokens)
         target_share = rows / width

@@ -57,6 +57,7 @@ class NativeDecoder(BaseDecoder):
         super().__init__(architecture, config, parts, kernel, kv)
         self._native: dict[CacheKind, NativeModel] = {}
         self._batches = Batches()
+        self._last: tuple[Any, NativeModel | None] = None, None  # what ran last, and for caches of which formats
         self._made: tuple[Any, Any, AnglesStruct] | None = None  # what `_angles` found last, and of which tables
 
     @property
@@ -160,6 +161,13 @@ class NativeDecoder(BaseDecoder):
         return made[2]
 
     def _runner(self, cache: KeyValueCache) -> NativeModel:
+        formats, model = self._last
+        if model is None or formats is not cache.formats:
+            model = self._found(cache)
+            self._last = cache.formats, model
+        return model
+
+    def _found(self, cache: KeyValueCache) -> NativeModel:
         kind = cache.format.kind
         if kind not in self._native or not self._native[kind].fits(cache.formats):
             self._native[kind] = NativeModel(self.architecture, self.parts, self.kernel, self._rotary, cache.formats)

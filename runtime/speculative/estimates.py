@@ -103,11 +103,9 @@ class Curve:
 
 
 def _middle(times: Collection[float]) -> float:
-    """The median; of two the faster one, for what looks slow for once would not be tried again."""
-    ordered, middle = sorted(times), (len(times) - 1) // 2
-    if len(times) % 2 or len(times) < _FEW:
-        return ordered[middle]
-    return (ordered[middle] + ordered[middle + 1]) / 2
+    """The median; of three the fastest, of few a fast one: what looks slow for once would not be tried again."""
+    count = len(times)
+    return sorted(times)[(count - 1) // (2 if count > _FEW else 3)]
 
 
 @dataclass

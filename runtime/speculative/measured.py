@@ -12,7 +12,7 @@ NOTHING_KNOWN: Mapping[int, float] = MappingProxyType({})
 _UNITS = 3
 # How much a forward counts in how slow the machine is now, how much slower or faster one may look, and how often its
 # number of rows must have been seen to tell.
-_PACE, _OFF, _SEEN = 0.2, 2.0, 3
+_PACE, _OFF, _SEEN = 0.2, 1.3, 3
 
 
 class Drafted(NamedTuple):
@@ -90,7 +90,9 @@ class Times:
         if self._begins:
             self._measure(seconds * self._unit / self._target.at(width))
         elif self._target.counts.get(width, 0) >= _SEEN and (usual := self.target(width)) > 0:
-            self._pace *= min(max(seconds / usual, 1 / _OFF), _OFF) ** (1 - (1 - _PACE) ** forwards)
+            # One alone may be one in which the machine was elsewhere.
+            most = _OFF ** min(forwards, 3)
+            self._pace *= min(max(seconds / usual, 1 / most), most) ** (1 - (1 - _PACE) ** forwards)
         self._target.add(width, seconds / self._pace)
 
     def add_drafting(self, requests: int, budget: int, seconds: float) -> None:
