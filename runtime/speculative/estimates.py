@@ -10,9 +10,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
+from statistics import median
 
-# Of so many last times of each amount of work the middle one counts, of a few the fastest or the one after it: on a
-# machine that others use, too, every third round may take three times as long, and a few times show nothing else.
+# Of so many last times of each amount of work the mean of the faster half counts. On a machine that others use, too,
+# every third round may take three times as long: that hits long rounds as often as they are long, and so changes
+# nothing of which one is best, but a few times of each show nothing else.
 WINDOW = 16
 _FEW = 4
 # What a round leaves of the counts before it: some hundred rounds decide.
@@ -87,11 +89,16 @@ class Curve:
         # The slope over all that is known, which wavers least.
         return values[-1] + (values[-1] - values[0]) / (last - first) * (x - last)
 
+    def middle(self, at: int) -> float:
+        """The median of what was measured there lately; 0 where nothing was."""
+        times = self.times.get(at)
+        return median(times) if times else 0.0
+
     def _find(self) -> list[float]:
         """The values of `known`; those measured more often count more."""
         for at in self.known:
             if at not in self._means:
-                self._means[at] = _middle(self.times[at])
+                self._means[at] = _faster_half(self.times[at])
         found, bound = [self._means[at] for at in self.known], math.inf
         for place, at in enumerate(self.known):
             if at > 0 and found[place] > 0:
@@ -102,10 +109,10 @@ class Curve:
         return self._values
 
 
-def _middle(times: Collection[float]) -> float:
-    """The median; of three the fastest, of few a fast one: what looks slow for once would not be tried again."""
-    count = len(times)
-    return sorted(times)[(count - 1) // (2 if count > _FEW else 3)]
+def _faster_half(times: Collection[float]) -> float:
+    """The mean of the faster half; of three the fastest: what looks slow for once would not be tried again."""
+    half = max(1, len(times) // 2)
+    return sum(sorted(times)[:half]) / half
 
 
 @dataclass

@@ -89,10 +89,11 @@ class Times:
         """Takes in a forward, or what each of so many took."""
         if self._begins:
             self._measure(seconds * self._unit / self._target.at(width))
-        elif self._target.counts.get(width, 0) >= _SEEN and (usual := self.target(width)) > 0:
+        elif self._target.counts.get(width, 0) >= _SEEN and (usual := self._target.middle(width)) > 0:
             # One alone may be one in which the machine was elsewhere.
             most = _OFF ** min(forwards, 3)
-            self._pace *= min(max(seconds / usual, 1 / most), most) ** (1 - (1 - _PACE) ** forwards)
+            slower = seconds / (self._pace * usual)
+            self._pace *= min(max(slower, 1 / most), most) ** (1 - (1 - _PACE) ** forwards)
         self._target.add(width, seconds / self._pace)
 
     def add_drafting(self, requests: int, budget: int, seconds: float) -> None:
