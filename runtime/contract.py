@@ -97,12 +97,15 @@ class Chains(Rows):
     """Rows of consecutive tokens, which are most of all: their tensors are made when somebody asks for them."""
 
     spans: Sequence[tuple[int, int, int]] = ()
+    _count: int = 0
 
     def __init__(self, spans: Sequence[tuple[int, int, int]]) -> None:
         self.__dict__["spans"] = spans
+        # A forward asks for it several times.
+        self.__dict__["_count"] = spans[0][2] if len(spans) == 1 else sum(count for _, _, count in spans)
 
     def __len__(self) -> int:
-        return sum(count for _, _, count in self.spans)
+        return self._count
 
     @cached_property
     def request(self) -> Tensor:  # type: ignore[override]
@@ -187,35 +190,6 @@ class Cache(Protocol):
 
     def bytes_per_token(self) -> int:
         """Bytes that one token takes over all layers."""
-
-
-class SharesNothing:
-    """What a `Cache` says whose requests share no memory."""
-
-    @property
-    def pages(self) -> int:
-        """0: there are no pages."""
-        return 0
-
-    @property
-    def pages_free(self) -> int:
-        """0: there are no pages."""
-        return 0
-
-    def match_prefix(self, request: int, tokens: Sequence[int], salt: str = "") -> int:
-        """0: nothing is known here."""
-        return 0
-
-    def cache_prefix(self, request: int, tokens: Sequence[int], salt: str = "") -> None:
-        """Does nothing."""
-
-    def piece_end(self, request: int, end: int, length: int) -> int:
-        """Anywhere: nobody else begins there."""
-        return end
-
-    def missing_pages(self, needs: Mapping[int, int]) -> int:
-        """0: there are no pages."""
-        return 0
 
 
 class Decoder(Protocol):

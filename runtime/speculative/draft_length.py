@@ -22,7 +22,7 @@ _UNREAD = 0.9
 MARGIN = 1.15
 # The first rounds of all show what not drafting and drafting cost and bring: some without a draft, then drafts until so
 # many have had tokens (of prompt lookup many find nothing, which says little), for no more than so many rounds. The
-# first has two tokens where the credit is for so many rounds, else one, and each is one longer than twice the one before
+# first has two tokens where the credit is for so many rounds, else one, and each is more than twice as long as the last
 # while that was accepted whole: four rows of a mixture of experts may cost twice as much as one. Until one is accepted,
 # drafts after the first are made only as far as the credit goes.
 _OPENING_PLAIN, _OPENING_DRAFTS, _OPENING_LONGEST, _OPENING_MOST, _TWO = 2, 3, 4, 26, 2.5
