@@ -6,6 +6,7 @@ chain or a tree, and batches of all of these at once are the same call.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -81,18 +82,48 @@ class Rows:
     def __len__(self) -> int:
         return self.request.numel()
 
+    @property
+    def spans(self) -> Sequence[tuple[int, int, int]] | None:
+        """Of rows that were made by `chains`: what they were made of; None: look at the tensors."""
+        return None
+
     @staticmethod
     def chains(spans: Sequence[tuple[int, int, int]]) -> "Rows":
         """Rows of consecutive tokens: one (request, first position, count) per request."""
-        request: list[int] = []
-        position: list[int] = []
-        parent: list[int] = []
-        for handle, start, count in spans:
-            base = len(request)
-            request += [handle] * count
-            position += range(start, start + count)
-            parent += [-1, *range(base, base + count - 1)][:count]
-        return Rows(integers(request), integers(position), integers(parent))
+        return Chains(spans)
+
+
+class Chains(Rows):
+    """Rows of consecutive tokens, which are most of all: their tensors are made when somebody asks for them."""
+
+    spans: Sequence[tuple[int, int, int]] = ()
+    _count: int = 0
+
+    def __init__(self, spans: Sequence[tuple[int, int, int]]) -> None:
+        self.__dict__["spans"] = spans
+        # A forward asks for it several times.
+        self.__dict__["_count"] = spans[0][2] if len(spans) == 1 else sum(count for _, _, count in spans)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @cached_property
+    def request(self) -> Tensor:  # type: ignore[override]
+        """See Rows."""
+        return integers([handle for handle, _, count in self.spans for _ in range(count)])
+
+    @cached_property
+    def position(self) -> Tensor:  # type: ignore[override]
+        """See Rows."""
+        return integers([place for _, start, count in self.spans for place in range(start, start + count)])
+
+    @cached_property
+    def parent(self) -> Tensor:  # type: ignore[override]
+        """See Rows."""
+        found: list[int] = []
+        for _, _, count in self.spans:
+            found += [-1, *range(len(found), len(found) + count - 1)][:count]
+        return integers(found)
 
 
 @dataclass(frozen=True)
@@ -159,35 +190,6 @@ class Cache(Protocol):
 
     def bytes_per_token(self) -> int:
         """Bytes that one token takes over all layers."""
-
-
-class SharesNothing:
-    """What a `Cache` says whose requests share no memory."""
-
-    @property
-    def pages(self) -> int:
-        """0: there are no pages."""
-        return 0
-
-    @property
-    def pages_free(self) -> int:
-        """0: there are no pages."""
-        return 0
-
-    def match_prefix(self, request: int, tokens: Sequence[int], salt: str = "") -> int:
-        """0: nothing is known here."""
-        return 0
-
-    def cache_prefix(self, request: int, tokens: Sequence[int], salt: str = "") -> None:
-        """Does nothing."""
-
-    def piece_end(self, request: int, end: int, length: int) -> int:
-        """Anywhere: nobody else begins there."""
-        return end
-
-    def missing_pages(self, needs: Mapping[int, int]) -> int:
-        """0: there are no pages."""
-        return 0
 
 
 class Decoder(Protocol):

@@ -66,7 +66,7 @@ class Store:
         """What has a second dimension of blocks: keys, values and (empty for floats) their scales."""
         return self.keys, self.values, self.key_scale, self.value_scale
 
-    @property
+    @cached_property
     def capacity(self) -> int:
         """Slots that the request may use."""
         return KEY_BLOCK * (self.keys.shape[1] if self.table is None else len(self.table))

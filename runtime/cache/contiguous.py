@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from runtime.cache.apart import SharesNothing
 from runtime.cache.quantizer import CacheFormat
 from runtime.cache.states import States
 from runtime.checkpoints.record import CacheShape
-from runtime.contract import CacheBasis, SharesNothing
+from runtime.contract import CacheBasis
 from runtime.devices import explained
 from runtime.errors import UserError
 from runtime.kv_store import KEY_BLOCK, Store, allocate

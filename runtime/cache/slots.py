@@ -135,6 +135,45 @@ def reserve(rows: Rows, cache: KeyValueCache, further: Sequence[int] | None = No
     further  slots that each request, in order, takes besides, behind its rows, which then must be chains.
     Raises ValueError as `plan` says, and OutOfPages.
     """
+    out = _branches(rows, cache) if rows.spans is None else _chains(rows.spans, cache)
+    needs = {of.request: of.count for of in out}
+    if len(needs) < len(out):
+        twice = next(handle for handle in needs if sum(of.request == handle for of in out) > 1)
+        raise ValueError(f"the rows of request {twice} are not adjacent")
+    if further is not None:
+        if len(further) != len(out):
+            raise ValueError(f"{len(further)} numbers of further slots for {len(out)} requests")
+        for of, more in zip(out, further, strict=True):
+            if of.parents is not None:
+                raise ValueError(f"the rows of request {of.request} are no chain")
+            needs[of.request] += more
+    for of in out:
+        slots, capacity = needs[of.request], cache.capacity(of.request)
+        if of.start + slots > capacity:
+            raise ValueError(f"{of.start} + {slots} tokens do not fit a cache of {capacity}")
+    if lacking := cache.missing_pages(needs):
+        raise OutOfPages(lacking, KEY_BLOCK)
+    for handle, slots in needs.items():
+        cache.reserve(handle, slots)
+    return out
+
+
+def _chains(spans: Sequence[tuple[int, int, int]], cache: KeyValueCache) -> list[Reserved]:
+    """Where rows made of these spans are to stand."""
+    out: list[Reserved] = []
+    first = 0
+    for handle, start, count in spans:
+        if count == 0:
+            continue
+        if (length := cache.length(handle)) != start:
+            raise ValueError(f"row {first} is at position {start}, its parent's successor is {length}")
+        out.append(Reserved(handle, first, count, start, None))
+        first += count
+    return out
+
+
+def _branches(rows: Rows, cache: KeyValueCache) -> list[Reserved]:
+    """Where rows are to stand that are chains or trees, as their tensors say."""
     request, position, parent = rows.request.tolist(), rows.position.tolist(), rows.parent.tolist()
     out: list[Reserved] = []
     first = 0
@@ -149,24 +188,10 @@ def reserve(rows: Rows, cache: KeyValueCache, further: Sequence[int] | None = No
             end += 1
         length, count = cache.length(handle), end - first
         parents = None
-        # Nearly all rows are a chain in order, which is seen at once.
         if position[first:end] != [*range(length, length + count)] or parent[first:end] != [-1, *range(first, end - 1)]:
             parents = _parents(position, parent, first, end, length)
-        if further is not None:
-            if parents is not None:
-                raise ValueError(f"the rows of request {handle} are no chain")
-            count += further[len(out)] if len(out) < len(further) else 0
-        if length + count > cache.capacity(handle):
-            raise ValueError(f"{length} + {count} tokens do not fit a cache of {cache.capacity(handle)}")
-        out.append(Reserved(handle, first, end - first, length, parents))
+        out.append(Reserved(handle, first, count, length, parents))
         first = end
-    if further is not None and len(further) != len(out):
-        raise ValueError(f"{len(further)} numbers of further slots for {len(out)} requests")
-    needs = {p.request: p.count + more for p, more in zip(out, further or [0] * len(out), strict=True)}
-    if lacking := cache.missing_pages(needs):
-        raise OutOfPages(lacking, KEY_BLOCK)
-    for handle, slots in needs.items():
-        cache.reserve(handle, slots)
     return out
 
 

@@ -286,7 +286,7 @@ class Engine:
     ) -> None:
         """Leaves in the cache the text before the drafts and the accepted paths."""
         for part, draft, outcome in zip(batch, drafts, outcomes, strict=True):
-            if outcome is None:
+            if outcome is None or not draft.tokens:
                 continue
             if outcome.path != list(range(outcome.length)):
                 self._cache.keep(part.state.handle, part.end, outcome.path)

@@ -25,11 +25,16 @@ def learn(
         assert first.controller is not None
         first.controller.rested(times[-1] - times[0])
         return
-    _weigh(batch, drafts, outcomes, times, seconds)
-    if not any(map(_controlled, batch)):
+    controllers, choices = set(), False
+    for part in batch:
+        if part.state.proposer.controller is not None:
+            controllers.add(part.state.proposer)
+        choices = choices or part.state.asked.choice is not None
+    if choices:
+        _weigh(batch, drafts, outcomes, times, seconds)
+    if not controllers:
         return
     started, drafted, _, ended = times
-    controllers = {part.state.proposer for part in batch if part.state.proposer.controller is not None}
     alone = len(controllers) == 1 and not any(
         part.state.forced or part.state.proposer.controller is None for part in batch
     )
@@ -51,8 +56,6 @@ def _weigh(
     seconds: Mapping[Proposer, float],
 ) -> None:
     """Tells those who choose among drafters what each text's part of the round gained and took; as for `learn`."""
-    if not any(part.state.asked.choice is not None for part in batch):
-        return
     started, drafted, _, ended = times
     width = sum(1 + len(draft.tokens) for draft in drafts)
     shares = Counter(part.state.proposer for part in batch if part.budget > 0 and not part.state.forced)
@@ -66,10 +69,6 @@ def _weigh(
         rows = 1 + len(draft.tokens)
         rest = (ended - drafted) * rows / width
         state.asked.choice.observe(state.number, 1 + outcome.length, rows, own, rest, len(batch))
-
-
-def _controlled(part: ScheduledRequest) -> bool:
-    return part.state.proposer.controller is not None
 
 
 def _ours(batch: Sequence[ScheduledRequest], proposer: Proposer) -> list[int]:

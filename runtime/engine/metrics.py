@@ -140,6 +140,9 @@ class Metrics:
 
     def count_draft(self, depths: list[int], accepted: list[int]) -> None:
         """Records one draft: the depth of each drafted and of each accepted token."""
+        if not depths and self.draft_lengths:
+            self.draft_lengths[0] += 1
+            return
         histograms = (self.drafted_at, self.accepted_at, self.draft_lengths)
         for counts, at in zip(histograms, (depths, accepted, [len(depths)]), strict=True):
             for place in at:

@@ -133,25 +133,37 @@ def aligned(batch: Sequence[ScheduledRequest], drafts: Sequence[Draft]) -> list[
 def forward_rows(batch: Sequence[ScheduledRequest], drafts: Sequence[Draft]) -> tuple[Tensor, Rows, Tensor | None]:
     """Tokens and rows of a forward, and which rows' logits are wanted (None: all)."""
     tokens: list[int] = []
-    request: list[int] = []
-    position: list[int] = []
-    parent: list[int] = []
     at: list[int] = []
+    spans: list[tuple[int, int, int]] = []
+    chains = True
     for part, draft in zip(batch, drafts, strict=True):
-        base, last = len(tokens), part.end
-        tokens += part.state.request.tokens[part.first : last]
-        position += range(part.first, last)
-        parent += [-1, *range(base, base + part.fed - 1)]
+        base = len(tokens)
+        tokens += part.state.request.tokens[part.first : part.end]
         at += [base + row - part.first for row in part.scored]
         if part.samples:
             end = len(tokens) - 1
             at += range(end, end + 1 + len(draft.tokens))
             tokens += draft.tokens
-            position += [last + depth for depth in draft.depths]
-            parent += [end + 1 + above for above in draft.parents]
-        request += [part.state.handle] * (len(tokens) - base)
-    rows = Rows(integers(request), integers(position), integers(parent))
+            chains = chains and draft.is_chain
+        spans.append((part.state.handle, part.first, len(tokens) - base))
+    rows = Rows.chains(spans) if chains else _branching(batch, drafts)
     return integers(tokens), rows, None if len(at) == len(tokens) else integers(at)
+
+
+def _branching(batch: Sequence[ScheduledRequest], drafts: Sequence[Draft]) -> Rows:
+    """Rows of which some are a tree's."""
+    request: list[int] = []
+    position: list[int] = []
+    parent: list[int] = []
+    for part, draft in zip(batch, drafts, strict=True):
+        base, last = len(parent), part.end
+        position += range(part.first, last)
+        parent += [-1, *range(base, base + part.fed - 1)]
+        if part.samples:
+            position += [last + depth for depth in draft.depths]
+            parent += [base + part.fed + above for above in draft.parents]
+        request += [part.state.handle] * (len(parent) - base)
+    return Rows(integers(request), integers(position), integers(parent))
 
 
 def row_samplings(batch: Sequence[ScheduledRequest], drafts: Sequence[Draft], rule: Rule) -> list[RowSampling]:
@@ -220,7 +232,8 @@ def append_accepted(request: Request, draft: Draft, accepted: Acceptance, hidden
     hidden  (rows, hidden) of the round, of no rows where the decoder gives none; first: the row of the text's last
             token, behind which the draft's are.
     """
-    gained = [*(draft.tokens[i] for i in accepted.path), accepted.next_token]
+    gained = [draft.tokens[i] for i in accepted.path]
+    gained.append(accepted.next_token)
     count, stopped = kept(gained, request.stop_tokens, request.stop_strings)
     path = accepted.path[:count]
     request.tokens += gained[:count]
@@ -256,8 +269,10 @@ def account(
     times  when the round began, its drafts were there, they were verified, and all was done.
     """
     started, drafted, verified, ended = times
-    heads = sum(part.budget > 0 for part in batch)
-    width = sum(part.fed + len(draft.tokens) for part, draft in zip(batch, drafts, strict=True))
+    heads = width = 0
+    for part, draft in zip(batch, drafts, strict=True):
+        heads += part.budget > 0
+        width += part.fed + len(draft.tokens)
     for part, draft, outcome in zip(batch, drafts, outcomes, strict=True):
         metrics, rows = part.state.metrics, part.fed + len(draft.tokens)
         target_share = rows / width

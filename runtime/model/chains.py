@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.contract import UNCALIBRATED, Cache, CacheKind, Decoder, Out, Rows, SharesNothing, StateKind
+from runtime.cache.apart import SharesNothing
+from runtime.contract import UNCALIBRATED, Cache, CacheKind, Decoder, Out, Rows, StateKind
 from runtime.errors import UserError
 
 

@@ -57,6 +57,7 @@ class NativeDecoder(BaseDecoder):
         super().__init__(architecture, config, parts, kernel, kv)
         self._native: dict[CacheKind, NativeModel] = {}
         self._batches = Batches()
+        self._last: tuple[Any, NativeModel | None] = None, None  # what ran last, and for caches of which formats
         self._made: tuple[Any, Any, AnglesStruct] | None = None  # what `_angles` found last, and of which tables
 
     @property
@@ -84,7 +85,7 @@ class NativeDecoder(BaseDecoder):
         self._recall_states(rows, held)
         reserved = reserve(rows, held)
         extend_states(reserved, tokens, held, logits_at)
-        batch, kept = self._batches.of(reserved, tokens, rows.position, held)
+        batch, kept = self._batches.of(reserved, tokens, rows, held)
         angles = self._angles(max(r.start + r.count for r in reserved) - 1)
         at = self._batches.constants(count)[2] if logits_at is None else int64(logits_at)
         asked = count if logits_at is None else at.numel()
@@ -121,7 +122,7 @@ class NativeDecoder(BaseDecoder):
         if not reserved:
             return torch.empty((0, 0), dtype=torch.int64)
         extend_states(reserved, tokens, held, further=[count - 1 for count in steps])
-        batch, kept = self._batches.of(reserved, tokens, rows.position, held)
+        batch, kept = self._batches.of(reserved, tokens, rows, held)
         angles = self._angles(max(r.start + r.count + s for r, s in zip(reserved, steps, strict=True)) - 2)
         wanted, longest = integers(steps), max(steps)
         drafted = torch.full((len(steps), longest), -1, dtype=torch.int64)
@@ -137,8 +138,8 @@ class NativeDecoder(BaseDecoder):
         return drafted
 
     def _run_again(self, tokens: Tensor, chain: Reserved, cache: KeyValueCache) -> None:
-        positions = torch.arange(chain.start, chain.start + chain.count)
-        batch, kept = self._batches.of([chain], tokens, positions, cache)
+        rows = Rows.chains([(chain.request, chain.start, chain.count)])
+        batch, kept = self._batches.of([chain], tokens, rows, cache)
         angles = self._angles(chain.start + chain.count - 1)
         handle = self._runner(cache).handle
         require().specpress_forward(handle, byref(batch), byref(angles), None, 0, None, None, None)
@@ -160,6 +161,13 @@ class NativeDecoder(BaseDecoder):
         return made[2]
 
     def _runner(self, cache: KeyValueCache) -> NativeModel:
+        formats, model = self._last
+        if model is None or formats is not cache.formats:
+            model = self._found(cache)
+            self._last = cache.formats, model
+        return model
+
+    def _found(self, cache: KeyValueCache) -> NativeModel:
         kind = cache.format.kind
         if kind not in self._native or not self._native[kind].fits(cache.formats):
             self._native[kind] = NativeModel(self.architecture, self.parts, self.kernel, self._rotary, cache.formats)

@@ -1,14 +1,16 @@
 """The rows of a forward as the native decoder takes them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from runtime.cache.contiguous import KeyValueCache
 from runtime.cache.slots import Reserved, paths
-from runtime.contract import integers
+from runtime.contract import Rows, integers
+from runtime.kv_store import Store
 from runtime.native.structs import BatchStruct, StoreStruct
 
 
@@ -24,6 +26,8 @@ class Batches:
 
     def __init__(self) -> None:
         self._constants = torch.empty((3, 0), dtype=torch.int64).unbind()
+        # Whose memory the last chain's was, which is not to be kept alive, and its struct.
+        self._known: tuple[Callable[[], Store | None], Any] = (lambda: None), None
 
     def constants(self, count: int) -> tuple[Tensor, ...]:
         """`count` and maybe more zeros, −1 (a row without a list of slots), and 0, 1, 2, …, int64."""
@@ -35,13 +39,15 @@ class Batches:
         return found
 
     def of(
-        self, reserved: Sequence[Reserved], tokens: Tensor, positions: Tensor, cache: KeyValueCache
+        self, reserved: Sequence[Reserved], tokens: Tensor, rows: Rows, cache: KeyValueCache
     ) -> tuple[BatchStruct, list[Any]]:
         """The rows, whose slots are taken, and what must stay alive during the call."""
+        if len(reserved) == 1 and reserved[0].parents is None and not cache.format.state:
+            return self._chain(reserved[0], tokens, cache)
         count = tokens.numel()
         zeros, chain, _ = self.constants(count)
         request, tail_from, tail_at, tail = zeros, zeros, chain, zeros
-        tokens, positions = int64(tokens), int64(positions)
+        tokens, positions = int64(tokens), int64(rows.position)
         slot = positions
         stores = (StoreStruct * (len(reserved) * len(cache.formats)))(
             *[_store(cache, r.request, group) for group in range(len(cache.formats)) for r in reserved]
@@ -57,6 +63,24 @@ class Batches:
             kept.append(integers([r.before(row) for r in reserved for row in range(r.count)]))
             batch.before = kept[-1].data_ptr()
         return batch, [kept, stores]
+
+    def _chain(self, of: Reserved, tokens: Tensor, cache: KeyValueCache) -> tuple[BatchStruct, list[Any]]:
+        """One request's, which is what most forwards are, and small models feel each microsecond of: kept numbers."""
+        zeros, chain, order = self.constants(of.start + of.count)
+        tokens, stores = int64(tokens), self._stores_of(cache.stores(of.request))
+        nothing, position = zeros.data_ptr(), order.data_ptr() + order.itemsize * of.start
+        return BatchStruct(
+            *(of.count, tokens.data_ptr(), nothing, position, position, nothing, chain.data_ptr(), nothing, stores),
+            requests=1,
+        ), [tokens, zeros, chain, order, stores]
+
+    def _stores_of(self, stores: tuple[Store, ...]) -> Any:
+        """One request's memory as the kernels read it: the same as in the last call, as a rule."""
+        known, made = self._known
+        if known() is not stores[0]:
+            made = (StoreStruct * len(stores))(*[StoreStruct(*store.pointers) for store in stores])
+            self._known = ref(stores[0]), made
+        return made
 
 
 def _store(cache: KeyValueCache, request: int, group: int) -> StoreStruct:

@@ -20,11 +20,12 @@ Logits = Tensor | NDArray[Any]
 
 def host(logits: Logits) -> Logits:
     """The same logits as numpy where they lie on the CPU. Those of another device stay there until they are read."""
-    if not isinstance(logits, Tensor) or logits.device.type != "cpu":
+    if not isinstance(logits, Tensor) or not logits.is_cpu:
         return logits
     # numpy has no bfloat16, and float32 holds all of its values.
-    plain = logits.float() if logits.dtype == torch.bfloat16 else logits
-    array: NDArray[Any] = plain.detach().numpy()
+    plain = logits.float() if logits.dtype is torch.bfloat16 else logits
+    # Each step of this is felt by a small model's rounds.
+    array: NDArray[Any] = (plain.detach() if plain.requires_grad else plain).numpy()
     return array
 
 

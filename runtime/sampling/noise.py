@@ -105,8 +105,9 @@ class Memo:
 
     def forget(self, before: int = sys.maxsize) -> None:
         """Drops the noise of the positions before this one: they have their tokens."""
-        for key in [key for key in self._kept if key[0] < before]:
-            del self._kept[key]
+        if self._kept:
+            for key in [key for key in self._kept if key[0] < before]:
+                del self._kept[key]
 
 
 def race(probabilities: NDArray[np.float64], noise: NDArray[np.float64]) -> int:

@@ -98,7 +98,11 @@ def kept(tokens: Sequence[int], stop_tokens: Collection[int], strings: StopStrin
 
     A stop token is kept, but is no part of the text that `strings` looks at. Takes what is kept into `strings`.
     """
-    stop = next((i for i, token in enumerate(tokens) if token in stop_tokens), None)
+    stop = None
+    for place, token in enumerate(tokens):
+        if token in stop_tokens:
+            stop = place
+            break
     if strings is not None:
         complete = strings.add(tokens[:stop])
         if complete is not None:

@@ -6,22 +6,13 @@ prompt lookup, which often finds nothing, and a model, which always drafts, are 
 """
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import NamedTuple
 
-from runtime.speculative.estimates import WINDOW
 from runtime.speculative.measured import NOTHING_KNOWN, Drafted, Gains, Prior, Times
+from runtime.speculative.spending import SLOW, Spending, rounds_until
 
 LONGEST = 16
-# What drafting where it does not look best may cost, as a share of all time, and not drafting where drafting does: a
-# machine that was slow while nothing was drafted makes drafting look good for as long as nobody looks again.
-PROBING = 0.005
-# What looking may cost before there is much time to take a share of, in rounds without a draft: the first drafts of all
-# are few, and right after the first of its width a forward takes twice as long.
-CREDIT = 2.0
-CHECKING = 0.01  # times the square of what not drafting gains over what drafting does: the further, the less in doubt
-# What drafts longer than those that look best may cost, as a share of all time: that a second token costs less than the
-# first one did is only seen by drafting it.
-LENGTHENING = 0.0025
 # How often longer drafts are looked at before a choice holds for long.
 _LOOKS = 3
 # What a round leaves of the most that reading took lately.
@@ -31,10 +22,12 @@ _UNREAD = 0.9
 MARGIN = 1.15
 # The first rounds of all show what not drafting and drafting cost and bring: some without a draft, then drafts until so
 # many have had tokens (of prompt lookup many find nothing, which says little), for no more than so many rounds. The
-# first has two tokens, and each is twice as long as the one before while that was accepted whole: four rows of a
-# mixture of experts may cost twice as much as one. As long as none was accepted they end when they have taken so much
-# more than rounds without a draft, in such rounds.
-_OPENING_PLAIN, _OPENING_DRAFTS, _OPENING_LENGTH, _OPENING_LONGEST, _OPENING_MOST, _OPENING_COST = 2, 3, 2, 4, 26, 3.0
+# first has two tokens where the credit is for so many rounds, else one, and each is more than twice as long as the last
+# while that was accepted whole: four rows of a mixture of experts may cost twice as much as one. Until one is accepted,
+# drafts after the first are made only as far as the credit goes.
+_OPENING_PLAIN, _OPENING_DRAFTS, _OPENING_LONGEST, _OPENING_MOST, _TWO = 2, 3, 4, 26, 2.5
+# Of a rest's rounds so many last ones tell what not drafting takes.
+_RESTED = 9
 # A look that found nothing to draft is repeated so often: it has cost nothing, and told nothing of what drafts bring.
 _REPEATS = 8
 # A choice holds for so many rounds at first, and twice as long each time that it is made again: choosing takes as long
@@ -89,17 +82,15 @@ class Controller:
     ) -> None:
         self.limit = limit
         self.widths = widths
-        self.seconds = 0.0
-        self.probing_seconds = 0.0
-        self.checking_seconds = 0.0
-        self.lengthening_seconds = 0.0
+        self.spent = Spending()
         self._times, self._gains = Times(prior, widths), Gains(prior)
         self._opening = prior is None
-        self._opening_length = _OPENING_LENGTH  # tokens of the next of the first drafts
+        self._opening_length = 0  # tokens of the next of the first drafts
         self._rounds = 0
         self._drafts = 0  # rounds in which tokens were drafted
         self._empty = 0  # looks one after the other that found nothing to draft
         self._look: _Look | None = None  # what the round chosen last is, unless it looks best
+        self._tried = False  # whether the last round was a draft that is charged to what trying out may cost
         self._longer_at = 0  # the round of the last look at longer drafts
         # What the next round does: a probe that told nothing of its cost is repeated, and after a rest drafts wait.
         self._next: tuple[DraftBudget, _Look | None] | None = None
@@ -108,6 +99,7 @@ class Controller:
         self._reading = 0.0  # what a drafter took to read a token that was written without it, at most lately
         self._held: tuple[int, int, int, int] = (0, 0, 0, 0)  # batch, most, γ, and until which round
         self._hold = _HOLD
+        self._unaffordable = 0  # rounds without drafts until a look at drafts can be afforded
         # Rounds that a hold on not drafting still has, and what those took that it had, which are not counted yet.
         self._rest = 0
         self._rested: list[float] = []
@@ -135,6 +127,9 @@ class Controller:
         """
         rested, most = self._end_rest(), min(self.limit, missing)
         self._look = None
+        if not self.spent.credit:
+            self.spent.begin(missing)
+            self._opening_length = 2 if self.spent.credit >= _TWO else 1
         planned, self._next = self._next, None
         if most <= 0:
             return DraftBudget(0, batch)
@@ -153,16 +148,15 @@ class Controller:
         if rested:
             self._rounds += len(rested)
             self._last[False] = self._rounds
-            self.seconds += sum(rested)
-            for seconds in rested[-WINDOW:]:
-                self._times.add_target(self._held[0], seconds)
+            self.spent.seconds += sum(rested)
+            self._times.add_target(self._held[0], median(rested[-_RESTED:]), len(rested))
         return bool(rested)
 
     def _choose(self, batch: int, missing: int, most: int, alone: bool, unread: int) -> DraftBudget:
         """What looks best, or what is to be looked at; arguments as for `next_budget`, of at most `most` tokens."""
         if self._opening and self._rounds < _OPENING_PLAIN:
             return DraftBudget(0, 1)
-        if self._opening and self._is_opening():
+        if self._opening and self._is_opening(batch):
             return DraftBudget(min(self._opening_length, most) if alone else 0, 1)
         held_batch, held_most, held, until = self._held
         # A text near its end allows less; a choice that such a limit had forced is made anew when there is room again.
@@ -170,7 +164,9 @@ class Controller:
             return DraftBudget(held, batch)
         rates = self.rates(batch, most)
         best = max(range(most + 1), key=rates.__getitem__)
-        if best > 0 and not self._pays(batch, missing, rates[0], rates[best], unread):
+        if best > 0 and not (
+            self._pays(batch, missing, rates[0], rates[best], unread) and self._affords(batch, best, batch)
+        ):
             best = 0
         if not alone:
             return DraftBudget(best, batch)
@@ -181,17 +177,26 @@ class Controller:
             longest = _LONGEST_HOLD if best else _LONGEST_REST
             settled = (batch, best) == (held_batch, held) and self._knows_longer(best, most)
             self._hold = min(2 * self._hold, longest) if settled else _HOLD
-            self._held = (batch, most, best, self._rounds + self._hold)
+            # Asking costs as well: not before the next look can be afforded.
+            hold = self._hold if best else max(self._hold, min(self._unaffordable, _LONGEST_HOLD))
+            self._held = (batch, most, best, self._rounds + hold)
             return DraftBudget(best, batch)
         self._look = _Look(rates[best], longer is not None)
         return other
 
-    def _is_opening(self) -> bool:
+    def _is_opening(self, batch: int) -> bool:
         """Whether drafts are still to be tried out, whatever they have brought."""
-        plain = self._times.target(1)
-        affordable = self._accepted or self.seconds - self._rounds * plain <= _OPENING_COST * plain
-        self._opening = affordable and self._drafts < _OPENING_DRAFTS and self._rounds < _OPENING_MOST
+        few = self._drafts < _OPENING_DRAFTS and self._rounds < _OPENING_MOST
+        self._opening = few and self._affords(batch, self._opening_length, 1)
         return self._opening
+
+    def _affords(self, batch: int, budget: int, requests: int) -> bool:
+        """Whether one more round of drafts may be made: until one was accepted they are as dear as if none will be."""
+        if self._accepted or not self._drafts:
+            return True
+        drafting = self._times.target(batch + requests * budget) + self._times.drafting(requests, budget)
+        plain = self._times.target(batch)
+        return drafting - plain <= self.spent.left_for_drafts(plain)
 
     def _pays(self, batch: int, missing: int, plain: float, drafting: float, unread: int) -> bool:
         """Whether drafting at these tokens per second gains enough over not drafting to change to it, or to stay."""
@@ -222,7 +227,7 @@ class Controller:
     def observe(self, found: Round) -> None:
         """Learns from a round."""
         taken = found.draft_seconds + found.target_seconds
-        self.seconds += taken
+        self.spent.seconds += taken
         # Right after a draft the processor's caches hold the draft's weights: what not drafting takes, the next shows.
         changing = found.budget == 0 and self._rounds > 0 and self._last.get(True, -1) == self._rounds
         self._rounds += 1
@@ -234,12 +239,13 @@ class Controller:
         if self._look is not None:
             expected = self._times.target(found.width) + self._times.drafting(len(found.drafts), found.budget)
         drafted = any(draft.drafted for draft in found.drafts)
+        self._charge(found, changing)
         if found.budget > 0:
             self._drafts += drafted
             self._accepted = self._accepted or any(draft.accepted for draft in found.drafts)
             if drafted:
                 whole = all(draft.accepted == draft.drafted for draft in found.drafts)
-                self._opening_length = min(2 * self._opening_length, _OPENING_LONGEST) if whole else 1
+                self._opening_length = min(2 * self._opening_length + 1, _OPENING_LONGEST) if whole else 1
             self._gains.add(found.budget, found.drafts)
             if found.unread and found.drafts:
                 usual = self._times.drafting(len(found.drafts), found.budget)
@@ -258,17 +264,34 @@ class Controller:
             # Feeding a draft model what it has missed meanwhile is part of what a probe costs.
             gained = found.batch + sum(draft.accepted for draft in found.drafts)
             # A round in which the machine was elsewhere is not what looking costs.
-            usual = min(taken, expected) if expected > 0 and not found.unread else taken
+            usual = min(taken, SLOW * expected) if expected > 0 and not found.unread else taken
             lost = max(0.0, usual - gained / self._look.rate)
             if self._look.longer:
-                self.lengthening_seconds += lost
+                self.spent.longer += lost
             elif found.budget > 0:
-                self.probing_seconds += lost
+                self.spent.probing += lost
                 if drafted and lost == 0:
                     # It paid, against what was thought of it: another one tells whether that was luck.
                     self._next = DraftBudget(found.budget, len(found.drafts)), self._look
             else:
-                self.checking_seconds += lost
+                self.spent.checking += lost
+
+    def _charge(self, found: Round, changing: bool) -> None:
+        """Counts what drafts cost until one is accepted, and the round right after them, as trying out."""
+        plain = self._times.target(found.batch)
+        if found.budget == 0:
+            if changing and self._tried:
+                self.spent.probing += min(found.target_seconds, SLOW * plain) - plain
+            self._tried = False
+            return
+        trying = self._look is None and not self._accepted
+        self._tried = trying or (self._look is not None and not self._look.longer)
+        if trying:
+            # No more rows take more than as many times as long, and reading what was missed is not of this draft.
+            forward = min(found.target_seconds, plain * found.width / found.batch)
+            drafting = 0.0 if found.unread else min(found.draft_seconds, SLOW * plain)
+            gained = sum(draft.accepted for draft in found.drafts) / found.batch
+            self.spent.probing += max(0.0, forward + drafting - (1 + gained) * plain)
 
     def _other(self, batch: int, best: int, most: int, unread: int) -> DraftBudget | None:
         """A round of what looked worse, if it is due and can be afforded: drafting where none is done, or none."""
@@ -276,14 +299,13 @@ class Controller:
             return None
         rates = self.rates(batch, best)
         rate = rates[best]
-        left = CHECKING * (rates[0] / rate) ** 2 * self.seconds - self.checking_seconds
-        if best == 0:
-            left = PROBING * self.seconds + CREDIT * self._times.target(batch) - self.probing_seconds
-        if left <= 0:
+        plain = self._times.target(batch)
+        left = self.spent.left_for_none(rates[0] / rate) if best else self.spent.left_for_drafts(plain)
+        if left <= 0 < best:
             return None
         tokens, lengths = self._gains.expected(most)
         if best > 0:
-            choice, gained, seconds = DraftBudget(0, batch), float(batch), self._times.target(batch)
+            choice, gained, seconds = DraftBudget(0, batch), float(batch), plain
         else:
             alone = [
                 (batch + tokens[n]) / (self._times.target(batch + lengths[n]) + self._times.drafting(1, n))
@@ -293,6 +315,8 @@ class Controller:
             choice, gained = DraftBudget(budget, 1), batch + tokens[budget]
             seconds = gained / alone[budget] + unread * self._reading
         lost = max(0.0, seconds - gained / rate)
+        if best == 0:
+            self._unaffordable = rounds_until(lost - left, plain)
         return choice if lost <= left else None
 
     def _longer(self, batch: int, best: int, rates: Sequence[float]) -> DraftBudget | None:
@@ -301,8 +325,7 @@ class Controller:
         if longer == best or rates[longer] == 0 or self._rounds - self._longer_at < _HOLD:
             return None
         gained = batch * (1 + self._gains.expected(longer)[0][longer])
-        left = LENGTHENING * self.seconds + CREDIT * self._times.target(batch) - self.lengthening_seconds
-        if gained / rates[longer] - gained / rates[best] > left:
+        if gained / rates[longer] - gained / rates[best] > self.spent.left_for_longer(self._times.target(batch)):
             return None
         self._longer_at = self._rounds
         return DraftBudget(longer, batch)

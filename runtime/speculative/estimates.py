@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
+from statistics import median
 
 # Of so many last times of each amount of work the mean of the faster half counts. On a machine that others use, too,
 # every third round may take three times as long: that hits long rounds as often as they are long, and so changes
@@ -87,6 +88,11 @@ class Curve:
             return values[-1] * x / last if last > 0 else values[-1]
         # The slope over all that is known, which wavers least.
         return values[-1] + (values[-1] - values[0]) / (last - first) * (x - last)
+
+    def middle(self, at: int) -> float:
+        """The median of what was measured there lately; 0 where nothing was."""
+        times = self.times.get(at)
+        return median(times) if times else 0.0
 
     def _find(self) -> list[float]:
         """The values of `known`; those measured more often count more."""

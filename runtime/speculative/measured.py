@@ -10,6 +10,9 @@ from runtime.speculative.estimates import Chain, Curve, Tree
 NOTHING_KNOWN: Mapping[int, float] = MappingProxyType({})
 # Times known before are in forwards of one row: so many rounds tell how long that is.
 _UNITS = 3
+# How much a forward counts in how slow the machine is now, how much slower or faster one may look, and how often its
+# number of rows must have been seen to tell.
+_PACE, _OFF, _SEEN = 0.2, 1.3, 3
 
 
 class Drafted(NamedTuple):
@@ -45,6 +48,9 @@ class Prior:
 class Times:
     """Seconds of the target's forward by its rows, and of drafting by the requests drafted for and their budget.
 
+    A machine changes its pace, and what was seen while it was slow must not look dearer than what was seen since. So
+    times are kept in seconds of a machine of one pace; how slow it is now follows from forwards that were seen before.
+
     widths  what a forward takes by its rows, in forwards of one row, where it was measured: rather than a prior's.
     """
 
@@ -56,6 +62,7 @@ class Times:
         self._units: list[float] = []
         self._unit = 1.0
         self._begins = bool(self._target.known)
+        self._pace = 1.0  # what takes a second at the pace of the times that are kept
 
     @property
     def widest(self) -> int:
@@ -64,7 +71,7 @@ class Times:
 
     def target(self, width: float) -> float:
         """Of a forward; 0 where nothing is known."""
-        return self._target.at(width)
+        return self._pace * self._target.at(width)
 
     def drafting(self, requests: int, budget: int) -> float:
         """Of drafts of at most so many tokens for so many requests; 0 where nothing is known."""
@@ -72,21 +79,26 @@ class Times:
             return 0.0
         # Unknown numbers take what the nearest known one takes: a draft model reads its weights once for all.
         nearest = min(self._draft, key=lambda known: abs(known - requests))
-        return self._draft[nearest].at(budget)
+        return self._pace * self._draft[nearest].at(budget)
 
     def drafts(self, budget: int) -> int:
         """How often drafts of this budget were timed."""
         return max((curve.counts.get(budget, 0) for curve in self._draft.values()), default=0)
 
-    def add_target(self, width: int, seconds: float) -> None:
-        """Takes in a forward."""
+    def add_target(self, width: int, seconds: float, forwards: int = 1) -> None:
+        """Takes in a forward, or what each of so many took."""
         if self._begins:
             self._measure(seconds * self._unit / self._target.at(width))
-        self._target.add(width, seconds)
+        elif self._target.counts.get(width, 0) >= _SEEN and (usual := self._target.middle(width)) > 0:
+            # One alone may be one in which the machine was elsewhere.
+            most = _OFF ** min(forwards, 3)
+            slower = seconds / (self._pace * usual)
+            self._pace *= min(max(slower, 1 / most), most) ** (1 - (1 - _PACE) ** forwards)
+        self._target.add(width, seconds / self._pace)
 
     def add_drafting(self, requests: int, budget: int, seconds: float) -> None:
         """Takes in drafts."""
-        self._draft.setdefault(requests, Curve.of({0: 0.0})).add(budget, seconds)
+        self._draft.setdefault(requests, Curve.of({0: 0.0})).add(budget, seconds / self._pace)
 
     def _measure(self, unit: float) -> None:
         """What was known before becomes seconds."""

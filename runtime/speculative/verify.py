@@ -7,7 +7,7 @@ position of the first draft token (the length of the text so far), `noise` the f
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,7 @@ from runtime.speculative.draft import Draft, Rule
 Noise = Callable[[int, int, int], NDArray[np.float64]]
 
 
-@dataclass(frozen=True)
-class Acceptance:
+class Acceptance(NamedTuple):
     """`path`: the accepted draft indices, root first. `next_token`: what the target puts after them."""
 
     path: list[int]
@@ -55,6 +54,8 @@ def require_sound(draft: Draft, budget: int, vocab_size: int) -> None:
 
 def greedy(tokens: Sequence[int], draft: Draft) -> Acceptance:
     """Accepts the path on which every token is the target's own; tokens (n + 1) are its argmax at each row."""
+    if not draft.tokens:
+        return Acceptance([], tokens[0])
     return _walk(draft, lambda row, depth: tokens[row])
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from runtime import load
 from runtime.cache.contiguous import ContiguousCache
 from runtime.cache.quantizer import CacheFormat
+from runtime.cache.slots import reserve
 from runtime.contract import Rows
 
 
@@ -48,3 +49,31 @@ def test_arguments_are_refused_alike(tiny: Callable[..., Path], text: Callable[.
     cache.truncate(request, 0)
     apart = text(3).repeat_interleave(2)[::2]
     assert torch.equal(made.forward(apart, three, cache, torch.tensor([2, 0], dtype=torch.int32)).logits, want[[2, 0]])
+
+
+@pytest.mark.parametrize("written_out", [False, True])
+def test_chains_take_slots_or_are_refused(written_out: bool) -> None:
+    """Made of spans or row by row; a refusal takes nothing."""
+    cache = ContiguousCache(CacheFormat(1, 1, 16, torch.device("cpu")))
+    first, second = cache.open(64), cache.open(64)
+
+    def rows(*spans: tuple[int, int, int]) -> Rows:
+        made = Rows.chains(spans)
+        return Rows(made.request, made.position, made.parent) if written_out else made
+
+    found = reserve(rows((second, 0, 3), (first, 0, 2)), cache)
+    assert [(of.request, of.first, of.count, of.start, of.parents) for of in found] == [
+        (second, 0, 3, 0, None),
+        (first, 3, 2, 0, None),
+    ]
+    with pytest.raises(ValueError, match="row 0 is at position 4, its parent's successor is 2"):
+        reserve(rows((first, 4, 1)), cache)
+    with pytest.raises(ValueError, match=f"rows of request {first} are not adjacent"):
+        reserve(rows((first, 2, 1), (second, 3, 1), (first, 2, 1)), cache)
+    with pytest.raises(ValueError, match=r"3 \+ 62 tokens do not fit a cache of 64"):
+        reserve(rows((first, 2, 1), (second, 3, 62)), cache)
+    with pytest.raises(ValueError, match="1 numbers of further slots for 2 requests"):
+        reserve(rows((first, 2, 1), (second, 3, 1)), cache, [1])
+    assert (cache.length(first), cache.length(second)) == (2, 3)
+    reserve(rows((first, 2, 1), (second, 3, 1)), cache, [2, 0])
+    assert (cache.length(first), cache.length(second)) == (5, 4)

@@ -10,18 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.speculative.draft_length import (
-    CHECKING,
-    CREDIT,
-    LONGEST,
-    MARGIN,
-    PROBING,
-    Controller,
-    DraftBudget,
-    Round,
-)
+from runtime.speculative.draft_length import LONGEST, MARGIN, Controller, DraftBudget, Round
 from runtime.speculative.estimates import WINDOW, Chain, Curve, Tree
 from runtime.speculative.measured import Drafted, Prior, Times
+from runtime.speculative.spending import CHECKING, CREDIT, PROBING
 
 
 def simulate(
@@ -112,7 +104,7 @@ def test_a_useless_drafter_costs_nothing(batch: int, forward: Callable[[int], fl
     assert found > 0.975 * expected(0, 0, 0.3, forward, batch)
     # It keeps trying, as often as it may.
     assert sum(gamma > 0 for gamma in chosen[100:]) > 5
-    assert controller.probing_seconds < PROBING * controller.seconds + CREDIT * forward(batch)
+    assert controller.spent.probing < PROBING * controller.spent.seconds + CREDIT * forward(batch)
     assert PROBING < 0.02
 
 
@@ -359,13 +351,13 @@ def test_rounds_of_a_settled_choice_are_not_asked_for() -> None:
     while not controller.resting(1):
         simulate(controller, 1, per_token(0.0), 0.2, flat, noise=0)
     assert not controller.resting(2)
-    before, rests = controller.seconds, 0
+    before, rests = controller.spent.seconds, 0
     while controller.resting(1):
         controller.rested(0.5)
         rests += 1
-    assert rests > 20 and controller.seconds == before
+    assert rests > 20 and controller.spent.seconds == before
     controller.next_budget(1, 100)
-    assert controller.seconds == pytest.approx(before + 0.5 * rests)
+    assert controller.spent.seconds == pytest.approx(before + 0.5 * rests)
     assert controller.rates(1, 0)[0] == pytest.approx(1 / 0.5, rel=0.1)
     # Another number of requests is another question.
     simulate(controller, 300, per_token(0.0), 0.2, flat, noise=0)
@@ -414,7 +406,7 @@ def test_what_drafting_gains_over_not_drafting_is_looked_at_again_and_again() ->
     controller = Controller()
     _, chosen = simulate(controller, 4000, per_token(0.7), 0.1, flat, batch=4)
     assert chosen[-1] > 0 and chosen[200:].count(0) > 5
-    assert 0 < controller.checking_seconds < CHECKING * controller.seconds
+    assert 0 < controller.spent.checking < CHECKING * controller.spent.seconds
 
 
 def found_now_and_then(controller: Controller, rounds: int, seed: int = 0) -> list[int]:
@@ -459,14 +451,14 @@ def test_a_look_that_found_nothing_is_repeated_a_few_times() -> None:
 def test_a_look_while_the_machine_is_elsewhere_does_not_end_all_looking() -> None:
     controller = Controller()
     simulate(controller, 1000, per_token(0.0), 0.3, flat)
-    before = controller.probing_seconds
+    before = controller.spent.probing
     while True:
         gamma, _ = controller.next_budget(1, 1000)
         slow = 5000.0 if gamma else 1.0
         controller.observe(Round(1, gamma, (Drafted(gamma, 0),) if gamma else (), 1 + gamma, 0.3 * gamma, slow))
         if gamma:
             break
-    assert controller.probing_seconds < before + 10
+    assert controller.spent.probing < before + 10
 
 
 # Texts of a few hundred tokens, of a drafter that proposes seven at most, whatever γ.
@@ -482,13 +474,18 @@ def bent(width: int) -> float:
 
 
 def text(
-    controller: Controller | int, p: float, forward: Callable[[int], float], seed: int, noise: float = 0.1
+    controller: Controller | int,
+    p: float,
+    forward: Callable[[int], float],
+    seed: int,
+    noise: float = 0.1,
+    tokens: int = TOKENS,
 ) -> float:
     """The time that a text takes on a machine without noise, where γ is chosen (or given) on one that has it."""
-    accepting, machine, took, tokens = np.random.default_rng(seed), np.random.default_rng(seed + 1), 0.0, 1
+    accepting, machine, took, found = np.random.default_rng(seed), np.random.default_rng(seed + 1), 0.0, 1
     accept = per_token(p)
-    while tokens < TOKENS:
-        room = TOKENS - tokens - 1
+    while found < tokens:
+        room = tokens - found - 1
         if isinstance(controller, int):
             gamma = min(controller, room)
         else:
@@ -504,8 +501,29 @@ def text(
                 drafts = (Drafted(drafted, accepted),) if gamma else ()
                 controller.observe(Round(1, gamma, drafts, 1 + drafted, draft, target))
         took += sum(spent)
-        tokens += 1 + accepted
+        found += 1 + accepted
     return took
+
+
+@pytest.mark.parametrize("tokens", [64, 128, 256])
+@pytest.mark.parametrize("forward", [flat, linear, mixture])
+def test_in_a_short_first_text_a_useless_drafter_costs_two_percent(
+    forward: Callable[[int], float], tokens: int
+) -> None:
+    """Trying out is a share of the text in which it is tried; means over 32 new engines."""
+    took = [text(Controller(), 0.0, forward, seed, 0.05, tokens) for seed in range(32)]
+    assert 1 < np.mean(took) / (tokens - 1) < 1.02
+
+
+@pytest.mark.parametrize("tokens", [64, 128, 256])
+@pytest.mark.parametrize(("p", "forward"), [(0.7, flat), (0.9, flat), (0.9, mixture)])
+def test_in_a_short_first_text_a_good_drafter_is_found_out(
+    p: float, forward: Callable[[int], float], tokens: int
+) -> None:
+    """As soon as before trying out was bounded by the text's length."""
+    took = np.mean([text(Controller(), p, forward, seed, 0.05, tokens) for seed in range(32)])
+    fixed = min(np.mean([text(gamma, p, forward, seed, 0.0, tokens) for seed in range(32)]) for gamma in range(8))
+    assert fixed / took > {64: 0.8, 128: 0.86, 256: 0.9}[tokens]
 
 
 def nearness(texts: range, make: Callable[[], Controller], p: float, forward: Callable[[int], float]) -> float:

@@ -1,0 +1,56 @@
+"""What finding out may cost: trying a drafter out, and rounds of what does not look best."""
+
+import math
+from dataclasses import dataclass
+
+# What drafting where it does not look best may cost, as a share of all time, and not drafting where drafting does: a
+# machine that was slow while nothing was drafted makes drafting look good for as long as nobody looks again.
+PROBING = 0.005
+CHECKING = 0.01  # times the square of what not drafting gains over what drafting does: the further, the less in doubt
+# What drafts longer than those that look best may cost, as a share of all time: that a second token costs less than the
+# first one did is only seen by drafting it; and before there is much time to take a share of, in rounds without drafts.
+LENGTHENING, _LONGER_CREDIT = 0.0025, 2.0
+# What trying a drafter out may cost before there is much time: a share of the first text's time without drafts, but
+# neither less nor more than so many rounds of it.
+TRYING, LEAST_CREDIT, CREDIT = 0.0125, 0.75, 4.0
+# A round that takes more than so many times as long as it should was one in which the machine was elsewhere.
+SLOW = 2.0
+
+
+@dataclass
+class Spending:
+    """Seconds that finding out has cost, and how many more it may; `plain` is what a round without drafts takes.
+
+    seconds   of all rounds.
+    probing   of drafts until one was accepted, and later of those that were looked at where none are made.
+    checking  of rounds without drafts where drafts are made.
+    longer    of drafts longer than those that look best.
+    credit    rounds without drafts that trying out may cost; 0: no text has begun.
+    """
+
+    seconds: float = 0.0
+    probing: float = 0.0
+    checking: float = 0.0
+    longer: float = 0.0
+    credit: float = 0.0
+
+    def begin(self, missing: int) -> None:
+        """The first text begins, which may become `missing` tokens longer."""
+        self.credit = min(CREDIT, max(LEAST_CREDIT, TRYING * missing))
+
+    def left_for_drafts(self, plain: float) -> float:
+        """What trying out, and drafts where none are made, may still cost."""
+        return PROBING * self.seconds + self.credit * plain - self.probing
+
+    def left_for_none(self, gain: float) -> float:
+        """What not drafting may still cost, which gains so many times what drafting does."""
+        return CHECKING * gain**2 * self.seconds - self.checking
+
+    def left_for_longer(self, plain: float) -> float:
+        """What longer drafts may still cost."""
+        return LENGTHENING * self.seconds + _LONGER_CREDIT * plain - self.longer
+
+
+def rounds_until(lacking: float, plain: float) -> int:
+    """Rounds without drafts until what drafts may cost has grown by so many seconds; 0: they can be afforded."""
+    return max(0, math.ceil(lacking / (PROBING * plain))) if plain > 0 else 0

@@ -1,0 +1,26 @@
+"""What finding out may cost, in numbers."""
+
+import pytest
+
+from runtime.speculative.spending import CREDIT, LEAST_CREDIT, PROBING, TRYING, Spending, rounds_until
+
+
+@pytest.mark.parametrize(("missing", "credit"), [(8, LEAST_CREDIT), (200, TRYING * 200), (10_000, CREDIT)])
+def test_the_credit_is_a_share_of_the_first_text(missing: int, credit: float) -> None:
+    spent = Spending()
+    spent.begin(missing)
+    assert spent.left_for_drafts(0.5) == pytest.approx(credit * 0.5)
+
+
+def test_what_was_spent_is_gone_until_time_has_passed() -> None:
+    spent = Spending()
+    spent.begin(200)
+    spent.probing = 3.0
+    lacking = -spent.left_for_drafts(1.0)
+    rounds = rounds_until(lacking, 1.0)
+    assert lacking > 0 and rounds > 0
+    spent.seconds = rounds - 1.0
+    assert spent.left_for_drafts(1.0) < 0
+    spent.seconds = rounds
+    assert spent.left_for_drafts(1.0) == pytest.approx(0, abs=PROBING)
+    assert rounds_until(-1.0, 1.0) == 0 and rounds_until(1.0, 0.0) == 0
