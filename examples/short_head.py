@@ -1,6 +1,6 @@
 """What a block drafter saves whose head has rows for frequent tokens alone, and what falling back to all of them costs.
 
-    python examples/short_head.py --shape tinyllama --tokens 4096,8192
+    python examples/short_head.py --shape tinyllama-1.1b --tokens 4096,8192
     python examples/short_head.py --shape qwen3-4b --layers 4 --tokens 16384,32768
 
 A target and a drafter of random weights, in turns: one draft of eight tokens by the whole head and by short ones, the
@@ -94,7 +94,7 @@ def measured(folder: Path, tokens: list[int], rounds: int, threads: int | None) 
 
 @app.command()
 def main(
-    shape: Annotated[str, typer.Option(help="A published model's sizes.")] = "tinyllama",
+    shape: Annotated[str, typer.Option(help="A published model's sizes.")] = "tinyllama-1.1b",
     scheme: Annotated[str, typer.Option(help="How its weights are packed.")] = "int4",
     layers: Annotated[int | None, typer.Option(help="Its first layers alone.", show_default="all")] = None,
     tokens: Annotated[str, typer.Option(help="Rows of short heads, with commas.")] = "4096,8192",

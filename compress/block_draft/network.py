@@ -76,8 +76,8 @@ class BlockNetwork(nn.Module):
     """The drafter of one target.
 
     embedding, head  (V, hidden): the target's own tables, which are not trained here.
-    frequent         (about.frequent,) int64: tokens whose rows of the head a draft reads; None: all. Rows are trained on
-                     the whole head, and confidence on what these can say: of a rare token that is not sure.
+    frequent         (about.frequent,) int64: tokens whose rows of the head a draft reads; None: all. Rows are trained
+                     on the whole head, confidence on what these can say: of a rare token it is not sure.
     """
 
     def __init__(self, about: Description, embedding: Tensor, head: Tensor, frequent: Tensor | None = None) -> None:

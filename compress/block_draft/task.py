@@ -118,8 +118,8 @@ class BlockTask:
         self.network.load_state_dict(dict(state))
 
     def anchors(self, windows: Sequence[int], tokens: Tensor, states: Tensor) -> Tensor:
-        """(B, anchors) int64: random places of the target's own text, the more probable the less sure it was of the token
-        there; where a text stands as it is, of all behind the shortest prompt.
+        """(B, anchors) int64: random places of the target's own text, the more probable the less sure it was of the
+        token there; where a text stands as it is, of all behind the shortest prompt.
 
         A draft begins behind what the one before it did not foresee.
         """

@@ -54,7 +54,7 @@ class Source:
         return count if self.continuations == "none" else round(self.as_is * count)
 
     def begins(self) -> Tensor:
-        """(n,) int64: how much of each window stands before what the model wrote; before nothing, the shortest of it."""
+        """(n,) int64: tokens of each window before what the model wrote; the shortest prompt where it wrote nothing."""
         if self.continuations == "none":
             return torch.ones(len(self.windows), dtype=torch.int64)
         found = torch.tensor(self.prompts).repeat(-(-len(self.windows) // len(self.prompts)))[: len(self.windows)]

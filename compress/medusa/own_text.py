@@ -74,7 +74,7 @@ class Text:
     prompts: tuple[int, ...]
 
     def asked(self) -> list[tuple[list[list[int]], int]]:
-        """What measures a drafter: prompts of the held-out windows, one length at a time, and how many tokens follow."""
+        """What measures a drafter: held-out windows' prompts, one length at a time, and how many tokens follow."""
         count, length = len(self.prompts), self.measured.shape[1]
         turns = [(self.measured[turn::count, :size], size) for turn, size in enumerate(self.prompts)]
         return [(prompts.tolist(), length - size) for prompts, size in turns if len(prompts)]

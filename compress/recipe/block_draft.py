@@ -26,9 +26,9 @@ class BlockDraft(TrainingStage):
     scheme         how its matrices are held when it runs.
     head           how a copy of the model's output projection is held, which a draft reads whole; "": there is no copy,
                    and it reads the model's own.
-    frequent       share of the text's tokens that this copy has rows for, the most frequent ones; where a draft is unsure
-                   of its first token the model's own output projection is asked. By default 0.99 where the vocabulary
-                   has 16,384 tokens or more, else 1: all of them.
+    frequent       share of the text's tokens that this copy has rows for, the most frequent ones; where a draft is
+                   unsure of its first token the model's own output projection is asked. By default 0.99 where the
+                   vocabulary has 16,384 tokens or more, else 1: all of them.
     anchors        drafts that each window is learned from at a time, at random, rather where the model was unsure.
     continuations  what follows a prompt in the text to train on: what the compressed model writes by itself, the most
                    probable token each time (greedy) or drawn (sampled); none: the text as it stands.

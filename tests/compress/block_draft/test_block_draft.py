@@ -186,7 +186,9 @@ def test_drafts_begin_rather_where_the_target_was_unsure() -> None:
             states[0, place, 16:] = table[int(tokens[0, (place + 1) % 41])]
     head = Head(table, torch.ones(16), None, is_rms=True, eps=1e-6, layers=2)
     nothing = HiddenStates(Path("nowhere"))
-    text = Text(nothing, nothing, tokens, tokens, first=4, begins=(torch.tensor([5, 9]), torch.tensor([5])), prompts=(5,))
+    text = Text(
+        nothing, nothing, tokens, tokens, first=4, begins=(torch.tensor([5, 9]), torch.tensor([5])), prompts=(5,)
+    )
     counts = {}
     for layers in (2, 3):  # of a target with three the final states were not kept
         task = BlockTask(made, STAGE, text, replace(head, layers=layers), autocast=False)
