@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -117,7 +117,11 @@ def continued(
 ) -> HiddenStates:
     """The windows as the target goes on from their prompts, with its hidden states, in that folder."""
     source = source_of(how, context, windows)
-    about = {"target": weights_digest(target.path), "continuations": how.continuations, "prompts": list(how.prompts)}
+    about: dict[str, Any] = {
+        "target": weights_digest(target.path),
+        "continuations": how.continuations,
+        "prompts": list(how.prompts),
+    }
     about |= ({"taps": list(how.taps)} if how.taps else {}) | ({"as_is": how.as_is} if how.as_is else {})
 
     def told(done: int, total: int) -> None:

@@ -4,6 +4,7 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -217,11 +218,13 @@ class BlockDrafter:
             weights = weights / request.noise.exponential(sampling.seed, position, len(weights))
         return ranked(weights, self._branch)
 
-    def _most_probable(self, memory: Floats, known: Floats, names: NDArray[np.int64] | None) -> Candidates:
+    def _most_probable(self, memory: Floats, known: NDArray[Any], names: NDArray[np.int64] | None) -> Candidates:
         """The children of a greedy text's node, with their probabilities among the tokens considered.
 
-        known: a place's logits; names: their tokens, None: all in order."""
-        adds, at = self._network.memory.adds, np.array(largest(known, _CONSIDERED))
+        known: a place's logits, float32; names: their tokens, None: all in order.
+        """
+        adds = self._network.memory.adds
+        at: NDArray[np.int64] = np.array(largest(known, _CONSIDERED))
         tokens = at if names is None else names[at]
         scores = known[at] + adds[tokens] @ memory
         order = np.argsort(-scores, kind="stable")[: self._branch]
