@@ -209,7 +209,11 @@ def write_block(model: Path, folder: Path, scheme: str = "", seed: int = 0, **ab
         if "norm" in name
         else torch.randn(shape, generator=generator) / shape[-1] ** 0.5
         for name, shape in description.shapes().items()
+        if name != "frequent"
     }
+    if description.frequent:
+        ids = torch.randperm(description.vocab_size, generator=generator)[: description.frequent]
+        tensors["frequent"] = ids.sort().values.int()
     folder.mkdir(parents=True)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / DESCRIPTION).write_text(description.to_json())

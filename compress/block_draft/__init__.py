@@ -1,11 +1,13 @@
 """The stage `block_draft`: a network that drafts for the packed model, trained on the states that its kernels give."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from compress.block_draft.beginning import begin, last_layer
+from compress.block_draft.frequent import covered, frequent_tokens
 from compress.block_draft.network import BlockNetwork
 from compress.block_draft.task import NODES, BlockTask, Head, assess
 from compress.errors import UserError
@@ -37,9 +39,11 @@ def run(stage: BlockDraft, context: StageContext, out: Path) -> dict[str, Any]:
         raise UserError("block_draft needs a model that Specpress' own kernels run: leave the stage out")
     about = description(stage, target, decoder)
     text = make_text(stage, context, target, about.length + 1, about.taps)
+    frequent = frequent_tokens(text.train.tokens(), about.vocab_size, covered(stage, about.vocab_size))
+    about = replace(about, frequent=0 if frequent is None else len(frequent))
     with torch.random.fork_rng([]):
         torch.manual_seed(context.run.seed)
-        network = BlockNetwork(about, *tables(target.path, decoder))
+        network = BlockNetwork(about, *tables(target.path, decoder), frequent)
     begun = _begin(network, context, text)
     before = assess(stage, network, target, text, context.work / "before")
     task = BlockTask(network, stage, text, Head.of(decoder, network.head), context.settings.autocast)
@@ -52,7 +56,7 @@ def run(stage: BlockDraft, context: StageContext, out: Path) -> dict[str, Any]:
         folder=context.work / "network",
     )
     after = assess(stage, network, target, text, out)
-    return summary(stage, text, begun, (before, after), trained)
+    return summary(stage, text, begun, (before, after), trained) | {"head_tokens": about.logits}
 
 
 def description(stage: BlockDraft, target: Model, decoder: BaseDecoder) -> Description:

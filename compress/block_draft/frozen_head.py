@@ -20,7 +20,8 @@ class Judged(NamedTuple):
     cross       (n,) nats: cross entropy of the wanted token.
     divergence  (n,) nats: from the teacher's distribution; 0 without a teacher.
     wanted      (n,) int64: the token that was wanted.
-    choice      (n,) int64: the most probable token, and `best` (n,) the logarithm of its probability.
+    choice      (n,) int64: the most probable token that a draft can say, and `best` (n,) the logarithm of its
+                probability among these.
     """
 
     loss: Tensor
@@ -31,20 +32,34 @@ class Judged(NamedTuple):
     best: Tensor
 
 
-def judge(rows: Tensor, head: Tensor, tokens: Tensor, teacher: Tensor | None, distill: float) -> Judged:
+def judge(
+    rows: Tensor,
+    head: Tensor,
+    tokens: Tensor,
+    teacher: Tensor | None,
+    distill: float,
+    frequent: Tensor | None = None,
+) -> Judged:
     """(1 - distill) · cross entropy of the wanted token + distill · divergence from the teacher's distribution.
 
     rows     (n, hidden) that become logits by the head, (V, hidden), which is not trained.
     teacher  (n, hidden): rows that the same head makes the teacher's logits of. Its most probable token is wanted.
              None: the text's, `tokens` (n,) int64, and distill counts as 0.
+    frequent (m,) int64: the tokens that a draft can say, of a head that is short when it runs; None: all.
     """
-    return Judged(*_Judge.apply(rows, head, tokens, teacher, distill if teacher is not None else 0.0))
+    return Judged(*_Judge.apply(rows, head, tokens, teacher, distill if teacher is not None else 0.0, frequent))
 
 
 class _Judge(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, head: Tensor, tokens: Tensor, teacher: Tensor | None, distill: float
+        ctx: Any,
+        rows: Tensor,
+        head: Tensor,
+        tokens: Tensor,
+        teacher: Tensor | None,
+        distill: float,
+        frequent: Tensor | None,
     ) -> tuple[Tensor, ...]:
         kind = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else rows.dtype
         table, turned = head.to(kind), head.to(kind).t().contiguous()
@@ -52,8 +67,10 @@ class _Judge(torch.autograd.Function):
         for first in range(0, len(rows), _ROWS):
             part = slice(first, first + _ROWS)
             known = None if teacher is None else functional.linear(teacher[part].to(kind), table).float()
-            found, gradient = _part(functional.linear(rows[part].to(kind), table).float(), tokens[part], known, distill)
-            parts.append(found)
+            logits = functional.linear(rows[part].to(kind), table).float()
+            said = _said(logits, frequent)
+            found, gradient = _part(logits, tokens[part], known, distill)
+            parts.append((*found, *said))
             gradients.append(functional.linear(gradient.to(kind), turned).to(rows.dtype))
         ctx.save_for_backward(torch.cat(gradients))
         loss, *others = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -63,13 +80,20 @@ class _Judge(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return grads[0].unsqueeze(1) * gradient, None, None, None, None
+        return grads[0].unsqueeze(1) * gradient, None, None, None, None, None
+
+
+def _said(logits: Tensor, frequent: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The most probable of these tokens, of logits (n, V), and the logarithm of its probability among them."""
+    among = logits if frequent is None else logits[:, frequent]
+    best, choice = among.max(-1)
+    return choice if frequent is None else frequent[choice], best - among.logsumexp(-1)
 
 
 def _part(logits: Tensor, tokens: Tensor, known: Tensor | None, distill: float) -> tuple[tuple[Tensor, ...], Tensor]:
     """Judged of logits (n, V), which are overwritten, and the loss's gradient by them; `known`: the teacher's."""
     wanted = tokens if known is None else known.argmax(-1)
-    top, choice = logits.max(-1)
+    top = logits.amax(-1)
     at = logits.gather(1, wanted.unsqueeze(1)).squeeze(1)
     if known is None:
         expected = entropy = at.new_zeros(len(at))
@@ -87,4 +111,4 @@ def _part(logits: Tensor, tokens: Tensor, known: Tensor | None, distill: float) 
         gradient.add_(probable, alpha=-distill)
     gradient.scatter_add_(1, wanted.unsqueeze(1), torch.full_like(at, distill - 1).unsqueeze(1))
     loss = (1 - distill) * cross + distill * divergence
-    return (loss, cross, divergence, wanted, choice, top - total), gradient
+    return (loss, cross, divergence, wanted), gradient

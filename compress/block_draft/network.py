@@ -76,9 +76,11 @@ class BlockNetwork(nn.Module):
     """The drafter of one target.
 
     embedding, head  (V, hidden): the target's own tables, which are not trained here.
+    frequent         (about.frequent,) int64: tokens whose rows of the head a draft reads; None: all. Rows are trained
+                     on the whole head, confidence on what these can say: of a rare token it is not sure.
     """
 
-    def __init__(self, about: Description, embedding: Tensor, head: Tensor) -> None:
+    def __init__(self, about: Description, embedding: Tensor, head: Tensor, frequent: Tensor | None = None) -> None:
         super().__init__()
         hidden, rank, taps = about.hidden_size, about.rank, len(about.taps)
         self.about = about
@@ -88,6 +90,7 @@ class BlockNetwork(nn.Module):
         self.begun = False  # whether it begins as the target's last layer
         self.embedding: Tensor
         self.head: Tensor
+        self.frequent = frequent
         self.register_buffer("embedding", embedding.detach().float(), persistent=False)
         self.register_buffer("head", head.detach().float(), persistent=False)
         self.tap_norms = nn.Parameter(torch.ones(taps, hidden))
@@ -121,7 +124,8 @@ class BlockNetwork(nn.Module):
     def stored(self) -> dict[str, Tensor]:
         """The weights as Description.shapes names them."""
         spread = dict.fromkeys(("anchor", "last", "places"), self.spread)
-        return {name: tensor.detach() * spread.get(name, 1.0) for name, tensor in self.state_dict().items()}
+        found = {name: tensor.detach() * spread.get(name, 1.0) for name, tensor in self.state_dict().items()}
+        return found if self.frequent is None else found | {"frequent": self.frequent.int()}
 
     def confidence(self, told: Tensor, best: Tensor) -> Tensor:
         """The logit (…) that the most probable token, whose logarithm of a probability is `best`, is the target's."""

@@ -70,7 +70,7 @@ def learn(
     of_text = teacher.tokens.gather(1, at.flatten(1)).flatten()
     before = (at - 1 + span * torch.arange(batch).view(-1, 1, 1)).flatten()
     known = None if teacher.rows is None else teacher.rows.flatten(0, 1)[before]
-    judged = judge(drafted.rows.flatten(0, 1), teacher.head, of_text, known, distill)
+    judged = judge(drafted.rows.flatten(0, 1), teacher.head, of_text, known, distill, network.frequent)
     right = (judged.choice == judged.wanted).view(-1, length)
     told = network.confidence(drafted.told, judged.best.view(-1, length))
     sure = functional.binary_cross_entropy_with_logits(told, right.float(), reduction="none")

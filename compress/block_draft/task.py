@@ -99,9 +99,11 @@ class BlockTask:
     def evaluate(self) -> float:
         """Mean loss over held-out windows, nats, of drafts at evenly spaced places."""
         losses, counts = [], []
-        for tokens, states in self._text.watched.blocks(_AT_ONCE):
-            low, high = self._places(tokens)
-            anchors = torch.linspace(low, high - 1, self._stage.anchors).long().expand(len(tokens), -1)
+        begins = self._text.begins[1].split(_AT_ONCE)
+        for (tokens, states), first in zip(self._text.watched.blocks(_AT_ONCE), begins, strict=True):
+            low, high = first.clamp(min=2) - 1, tokens.shape[1] - 1
+            shares = torch.linspace(0, 1, self._stage.anchors)
+            anchors = (low.unsqueeze(1) + shares * (high - 1 - low).unsqueeze(1)).long()
             with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast):
                 losses.append(float(self._learn(tokens, states, anchors).value))
             counts.append(len(tokens))
@@ -116,18 +118,21 @@ class BlockTask:
         self.network.load_state_dict(dict(state))
 
     def anchors(self, windows: Sequence[int], tokens: Tensor, states: Tensor) -> Tensor:
-        """(B, anchors) int64: random places, the more probable the less sure the target was of the token there.
+        """(B, anchors) int64: random places of the target's own text, the more probable the less sure it was of the
+        token there; where a text stands as it is, of all behind the shortest prompt.
 
         A draft begins behind what the one before it did not foresee.
         """
-        low, high = self._places(tokens)
-        weights = torch.ones(len(tokens), high - low)
+        begins, high = self._text.begins[0][list(windows)].clamp(min=2) - 1, tokens.shape[1] - 1
+        weights = torch.ones(len(tokens), high)
         if (known := self._teacher_rows(states)) is not None:
             for place, window in enumerate(windows):
                 if window not in self._doubt:
-                    self._doubt[window] = self._doubts(known[place, low - 1 : high - 1])
-                weights[place] = _EVEN + self._doubt[window]
-        return low + torch.multinomial(weights, self._stage.anchors, replacement=self._stage.anchors > high - low)
+                    self._doubt[window] = self._doubts(known[place, : high - 1])
+                weights[place, 1:] = _EVEN + self._doubt[window]
+        weights[torch.arange(high) < begins.unsqueeze(1)] = 0.0
+        few = self._stage.anchors > high - int(begins.max())
+        return torch.multinomial(weights, self._stage.anchors, replacement=few)
 
     @torch.no_grad()
     def _doubts(self, rows: Tensor) -> Tensor:
@@ -139,10 +144,6 @@ class BlockTask:
         about = self.network.about
         return self._head.rows(states[..., -about.hidden_size :]) if about.taps[-1] == self._head.layers else None
 
-    def _places(self, tokens: Tensor) -> tuple[int, int]:
-        """Where the last token before a draft may stand: the first place, and behind the last one."""
-        return max(1, self._text.first), tokens.shape[1] - 1
-
     def _learn(self, tokens: Tensor, states: Tensor, anchors: Tensor) -> Learned:
         blocks, places = blocks_of(tokens, states, anchors, self.network.about.length)
         teacher = Teacher(tokens, self._head.table, self._teacher_rows(states))
@@ -150,9 +151,12 @@ class BlockTask:
 
 
 def write(network: BlockNetwork, out: Path) -> None:
-    """Writes block.json and block.safetensors (bfloat16); equal networks give equal bytes."""
+    """Writes block.json and block.safetensors (bfloat16, tokens int32); equal networks give equal bytes."""
     out.mkdir(parents=True, exist_ok=True)
-    stored = {name: tensor.bfloat16().contiguous() for name, tensor in network.stored().items()}
+    stored = {
+        name: (tensor.bfloat16() if tensor.is_floating_point() else tensor).contiguous()
+        for name, tensor in network.stored().items()
+    }
     write_atomic(out / WEIGHTS, save(stored, metadata={"format": "pt"}))
     write_atomic(out / DESCRIPTION, network.about.to_json().encode())
 
@@ -161,9 +165,8 @@ def assess(stage: BlockDraft, network: BlockNetwork, target: Model, text: Text, 
     """Writes the drafter to `out`, and decodes the held-out prompts greedily with it, eight tokens a round at most."""
     write(network, out)
     drafter = BlockDrafter(load_network(out, target))
-    prompts = text.measured[:, : text.prompt].tolist()
-    new = text.measured.shape[1] - text.prompt
-    results = Speculator(target, drafter, NODES).generate(prompts, new, stop=())
+    speculator = Speculator(target, drafter, NODES)
+    results = [result for prompts, new in text.asked() for result in speculator.generate(prompts, new, stop=())]
     return total([result.metrics for result in results])
 
 

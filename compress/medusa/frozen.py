@@ -148,9 +148,8 @@ def assess(stage: Medusa, heads: MedusaHeads, target: Model, text: Text, out: Pa
     choices = grow_tree(ranks, stage.nodes)
     heads.save(out, heads.describe(choices, weights_digest(target.path)))
     drafter = MedusaDrafter(load_heads(out, target))
-    prompts = text.measured[:, : text.prompt].tolist()
-    new = text.measured.shape[1] - text.prompt
-    results = Speculator(target, drafter, stage.nodes).generate(prompts, new, stop=())
+    speculator = Speculator(target, drafter, stage.nodes)
+    results = [result for prompts, new in text.asked() for result in speculator.generate(prompts, new, stop=())]
     return HeadsQuality(accuracies(ranks), choices, summed([result.metrics for result in results]))
 
 

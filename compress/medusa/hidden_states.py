@@ -37,31 +37,44 @@ class Source:
     """What the windows are made of.
 
     windows        (n, length) int64.
-    continuations  what follows the first `prompt` tokens of each: what the model writes, or (none) what stands there.
-    prompt         tokens of each window that are the text's own.
+    continuations  what follows the first tokens of each: what the model writes, or (none) what stands there.
+    prompts        how many these are, which are the text's own: of window n the n-th number, by turns.
     seed           of drawn continuations.
     as_is          share of the windows, the first of each chunk, that stay as they stand in any case.
     """
 
     windows: Tensor
     continuations: Continuations
-    prompt: int
+    prompts: tuple[int, ...]
     seed: int = 0
     as_is: float = 0.0
 
+    def kept(self, count: int) -> int:
+        """How many windows of a chunk of so many stay as they stand: its first ones."""
+        return count if self.continuations == "none" else round(self.as_is * count)
+
+    def begins(self) -> Tensor:
+        """(n,) int64: tokens of each window before what the model wrote; the shortest prompt where it wrote nothing."""
+        if self.continuations == "none":
+            return torch.ones(len(self.windows), dtype=torch.int64)
+        found = torch.tensor(self.prompts).repeat(-(-len(self.windows) // len(self.prompts)))[: len(self.windows)]
+        for chunk in found.split(CHUNK):
+            chunk[: self.kept(len(chunk))] = min(self.prompts)
+        return found
+
     def texts(self, model: Model, first: int, count: int) -> Tensor:
         """(count, length) int64: windows first, first + 1, … with what the model writes behind their prompts."""
-        windows = self.windows[first : first + count]
-        kept = len(windows) if self.continuations == "none" else round(self.as_is * len(windows))
-        prompts = windows[kept:, : self.prompt]
-        if not len(prompts):
-            return windows
+        windows = self.windows[first : first + count].clone()
+        kept = self.kept(len(windows))
         temperature = 1.0 if self.continuations == "sampled" else 0.0
-        samplings = [Sampling(temperature, seed=self.seed + first + kept + i) for i in range(len(prompts))]
-        missing = windows.shape[1] - self.prompt
-        results = Speculator(model).generate(prompts.tolist(), missing, samplings, stop=())
-        written = torch.cat([prompts, torch.tensor([result.tokens for result in results])], dim=1)
-        return torch.cat([windows[:kept], written])
+        for turn, size in enumerate(self.prompts):
+            rows = [row for row in range(kept, len(windows)) if (first + row) % len(self.prompts) == turn]
+            if rows:
+                samplings = [Sampling(temperature, seed=self.seed + first + row) for row in rows]
+                prompts, missing = windows[rows, :size].tolist(), windows.shape[1] - size
+                results = Speculator(model).generate(prompts, missing, samplings, stop=())
+                windows[rows, size:] = torch.tensor([result.tokens for result in results])
+        return windows
 
 
 class HiddenStates:

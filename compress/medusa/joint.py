@@ -60,7 +60,7 @@ def run_joint(stage: Medusa, context: StageContext, out: Path) -> dict[str, Any]
         f"medusa-2: held-out perplexity {perplexity['before']:.3f} before, {perplexity['after']:.3f} after"
     )
     # The new model's own words and hidden states choose the tree.
-    how = own_text.Wanted(stage.continuations, text.prompt)
+    how = own_text.Wanted(stage.continuations, text.prompts)
     watched = own_text.continued(how, context, packed, text.aside, context.work / "after")
     after = frozen.assess(stage, heads, packed, replace(text, watched=watched), out)
     return frozen.summary(stage, text, before, after, trained) | {"perplexity": perplexity, "perplexity_lost": lost}

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ class OwnText(Protocol):
     def continuations(self) -> Continuations: ...
 
     @property
-    def prompt(self) -> float: ...
+    def prompt(self) -> float | tuple[float, ...]: ...
 
     @property
     def as_is(self) -> float: ...
@@ -46,11 +46,11 @@ class OwnText(Protocol):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is made of windows: what follows their first `prompt` tokens, but for a share that stays `as_is`; and which
-    states of it are kept."""
+    """What is made of windows: what follows their first tokens, so many as `prompts` say by turns, but for a share that
+    stays `as_is`; and which states of it are kept."""
 
     continuations: Continuations
-    prompt: int
+    prompts: tuple[int, ...]
     taps: tuple[int, ...] = ()
     as_is: float = 0.0
 
@@ -59,9 +59,10 @@ class Wanted:
 class Text:
     """What a drafter is trained on, and what not: `watched` is for the best weights and a tree, `measured` for figures.
 
-    aside   the windows of `watched` before the target went on from their prompts.
-    first   the first position whose hidden state is learned from: where the model's own text begins.
-    prompt  tokens of each window that are the text's own.
+    aside    the windows of `watched` before the target went on from their prompts.
+    first    the first position whose hidden state is learned from: where the model's own text begins at the earliest.
+    begins   (windows,) int64 of `train`, and of `watched`: in each of them where that begins, or could.
+    prompts  tokens of windows that are the text's own, by turns.
     """
 
     train: HiddenStates
@@ -69,7 +70,14 @@ class Text:
     aside: Tensor
     measured: Tensor
     first: int
-    prompt: int
+    begins: tuple[Tensor, Tensor]
+    prompts: tuple[int, ...]
+
+    def asked(self) -> list[tuple[list[list[int]], int]]:
+        """What measures a drafter: held-out windows' prompts, one length at a time, and how many tokens follow."""
+        count, length = len(self.prompts), self.measured.shape[1]
+        turns = [(self.measured[turn::count, :size], size) for turn, size in enumerate(self.prompts)]
+        return [(prompts.tolist(), length - size) for prompts, size in turns if len(prompts)]
 
 
 def make_text(stage: OwnText, context: StageContext, target: Model, least: int, taps: Sequence[int] = ()) -> Text:
@@ -80,14 +88,14 @@ def make_text(stage: OwnText, context: StageContext, target: Model, least: int, 
 
     Raises UserError for windows that are too short, and a text of less than two.
     """
-    length, prompt = context.settings.length, prompt_of(stage, context, least)
+    length, prompts = context.settings.length, prompts_of(stage, context, least)
     windows = cut(context.tokens, length, stage.samples + _ASIDE, context.run.seed, "the training text")
     if len(windows) < 2:
         raise UserError(f"the training text is too short: expected two windows of {length} tokens, found one")
     measured = cut(context.held_out, length, _MEASURED, context.run.seed, "the held-out text")
     aside, rest = windows.split([apart := min(_ASIDE, -(-len(windows) // 8)), len(windows) - apart])
     seconds = None if context.budget.minutes is None else 60 * context.budget.minutes * _COLLECTING
-    how = Wanted(stage.continuations, prompt, tuple(taps), stage.as_is)
+    how = Wanted(stage.continuations, prompts, tuple(taps), stage.as_is)
     # What chooses the best weights is what the drafter will be asked about.
     watched = continued(replace(how, as_is=0.0), context, target, aside, context.work / "watched")
     train_on = continued(how, context, target, rest[: stage.samples], context.work / "states", seconds)
@@ -98,15 +106,22 @@ def make_text(stage: OwnText, context: StageContext, target: Model, least: int, 
         f"hidden states take {len(train_on) * length * width * 2 / 1e6:.0f} MB"
     )
     # Where windows are prompts with what the model wrote, only its own part is what it will be asked about.
-    return Text(train_on, watched, aside, measured, 0 if stage.continuations == "none" else prompt - 1, prompt)
+    first = 0 if stage.continuations == "none" else min(prompts) - 1
+    begins = source_of(how, context, rest[: stage.samples]).begins()[: len(train_on)]
+    both = begins, source_of(replace(how, as_is=0.0), context, aside).begins()
+    return Text(train_on, watched, aside, measured, first, both, prompts)
 
 
 def continued(
     how: Wanted, context: StageContext, target: Model, windows: Tensor, folder: Path, seconds: float | None = None
 ) -> HiddenStates:
     """The windows as the target goes on from their prompts, with its hidden states, in that folder."""
-    source = Source(windows, how.continuations, how.prompt, context.run.seed, how.as_is)
-    about = {"target": weights_digest(target.path), "continuations": how.continuations, "prompt": source.prompt}
+    source = source_of(how, context, windows)
+    about: dict[str, Any] = {
+        "target": weights_digest(target.path),
+        "continuations": how.continuations,
+        "prompts": list(how.prompts),
+    }
     about |= ({"taps": list(how.taps)} if how.taps else {}) | ({"as_is": how.as_is} if how.as_is else {})
 
     def told(done: int, total: int) -> None:
@@ -115,16 +130,21 @@ def continued(
     return collect(target, source, folder, about | {"windows": len(windows)}, seconds, told, how.taps)
 
 
-def prompt_of(stage: OwnText, context: StageContext, least: int) -> int:
-    """Tokens of each window that are the text's own. Raises UserError where fewer than `least` are left."""
-    length = context.settings.length
-    prompt = max(1, int(length * stage.prompt))
-    if length - prompt < least:
+def source_of(how: Wanted, context: StageContext, windows: Tensor) -> Source:
+    """How the windows are made into text."""
+    return Source(windows, how.continuations, how.prompts, context.run.seed, how.as_is)
+
+
+def prompts_of(stage: OwnText, context: StageContext, least: int) -> tuple[int, ...]:
+    """Tokens of windows that are the text's own, by turns. Raises UserError where fewer than `least` are left."""
+    length, shares = context.settings.length, stage.prompt if isinstance(stage.prompt, tuple) else (stage.prompt,)
+    prompts = tuple(max(1, int(length * share)) for share in shares)
+    if length - max(prompts) < least:
         raise UserError(
-            f"training.length: expected at least {least} tokens beside the prompt's {prompt}, found {length}: lengthen "
-            "it"
+            f"training.length: expected at least {least} tokens beside the prompt's {max(prompts)}, found {length}: "
+            "lengthen it"
         )
-    return prompt
+    return prompts
 
 
 def cut(tokens: Tensor | NDArray[np.integer], length: int, count: int, seed: int, name: str) -> Tensor:

@@ -26,10 +26,14 @@ class BlockDraft(TrainingStage):
     scheme         how its matrices are held when it runs.
     head           how a copy of the model's output projection is held, which a draft reads whole; "": there is no copy,
                    and it reads the model's own.
+    frequent       share of the text's tokens that this copy has rows for, the most frequent ones; where a draft is
+                   unsure of its first token the model's own output projection is asked. By default 0.99 where the
+                   vocabulary has 16,384 tokens or more, else 1: all of them.
     anchors        drafts that each window is learned from at a time, at random, rather where the model was unsure.
     continuations  what follows a prompt in the text to train on: what the compressed model writes by itself, the most
                    probable token each time (greedy) or drawn (sampled); none: the text as it stands.
-    prompt         share of each window that is text in any case.
+    prompt         share of each window that is text in any case, or several, by turns: texts that are drafted for have
+                   prompts of all lengths, and a drafter is right least often soon behind them.
     as_is          share of the windows that stay text as it stands: what one model writes is little and alike, and is
                    learned by heart.
     samples        the most windows of such text; they are made once, with the model's hidden states, in a quarter of
@@ -59,13 +63,14 @@ class BlockDraft(TrainingStage):
     rank: Size = 256
     scheme: SchemeName | Literal[""] = "int8-dynamic"
     head: SchemeName | Literal[""] = "int8-dynamic"
+    frequent: Annotated[float, Field(gt=0, le=1, strict=False)] | None = None
     anchors: Annotated[StrictInt, Field(ge=1, le=4096)] = 16
     continuations: Literal["greedy", "sampled", "none"] = "greedy"
-    prompt: OpenShare = 0.25
-    as_is: Share = 0.5
-    samples: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 6144
+    prompt: OpenShare | Annotated[tuple[OpenShare, ...], Field(min_length=1)] = (0.1, 0.2, 0.35, 0.5, 0.65)
+    as_is: Share = 0.2
+    samples: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 12_288
     max_epochs: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 30
-    decay: Annotated[float, Field(gt=0, le=1, strict=False)] = 0.9
+    decay: Annotated[float, Field(gt=0, le=1, strict=False)] = 0.8
     distill: Share = 0.5
     optimizer: Literal["adamw", "muon"] = "adamw"
 

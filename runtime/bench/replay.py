@@ -80,8 +80,12 @@ class ReplayedDrafter:
         return Draft.chain(ahead)
 
 
-def random_network(model: Model, layers: int = 1, scheme: str = "int4", seed: int = 0) -> BlockNetwork:
+def random_network(
+    model: Model, layers: int = 1, scheme: str = "int4", seed: int = 0, frequent: int = 0
+) -> BlockNetwork:
     """A block drafter's network for a model, of random weights in the sizes that the stage block_draft would choose.
+
+    frequent  tokens of its head; 0: the whole vocabulary.
 
     Raises UserError for a model that Specpress' own kernels do not run.
     """
@@ -105,6 +109,7 @@ def random_network(model: Model, layers: int = 1, scheme: str = "int4", seed: in
         head=scheme,
         target="",
         norm_eps=a.norm_eps,
+        frequent=frequent,
     )
     generator = torch.Generator().manual_seed(seed)
     weights = {
@@ -112,7 +117,10 @@ def random_network(model: Model, layers: int = 1, scheme: str = "int4", seed: in
         if "norm" in name
         else torch.randn(shape, generator=generator) / max(1, shape[-1]) ** 0.5
         for name, shape in about.shapes().items()
+        if name != "frequent"
     }
+    if frequent:
+        weights["frequent"] = torch.randperm(a.vocab, generator=generator)[:frequent].sort().values
     return made(about, weights, *tables(model.path, decoder), decoder)
 
 

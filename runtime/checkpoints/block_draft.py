@@ -8,6 +8,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from runtime.checkpoints.drafter_files import AGAIN, read_fields, read_tensors
@@ -33,8 +34,10 @@ class Description:
     scheme       how its matrices are held when it runs, as recipes name it; "" as they are stored.
     head         how a copy of the target's output projection is held; "": the target's own is used, and no copy made.
     target       SHA-256 of the weights that it was trained on (drafter_files.weights_digest).
+    frequent     tokens that the copy of the head has rows for; 0: the whole vocabulary.
 
-    Raises ValueError for sizes below 1, heads that do not share keys evenly, and an unknown scheme.
+    Raises ValueError for sizes below 1, heads that do not share keys evenly, more frequent tokens than there are, and
+    an unknown scheme.
     """
 
     taps: tuple[int, ...]
@@ -53,6 +56,7 @@ class Description:
     target: str
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
+    frequent: int = 0
 
     def __post_init__(self) -> None:
         sizes = (self.length, self.layers, self.heads, self.kv_heads, self.head_dim, self.intermediate_size)
@@ -63,9 +67,16 @@ class Description:
                 f"heads must share keys evenly, and their dimensions be even, found {self.heads} heads, "
                 f"{self.kv_heads} of keys, {self.head_dim} dimensions"
             )
+        if not 0 <= self.frequent <= self.vocab_size:
+            raise ValueError(f"frequent must be from 0 to the vocabulary's {self.vocab_size}, found {self.frequent}")
         for scheme in (self.scheme, self.head):
             if scheme and scheme not in SCHEMES:
                 raise ValueError(f"scheme {scheme!r} is unknown: expected one of {', '.join(SCHEMES)}")
+
+    @property
+    def logits(self) -> int:
+        """Rows of the head that it reads."""
+        return self.frequent or self.vocab_size
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of the weights' file, and its shape."""
@@ -87,6 +98,8 @@ class Description:
             "add": (hidden, rank),
             "sure": (hidden + rank + 2,),
         }
+        if self.frequent:
+            found["frequent"] = (self.frequent,)
         outer = ((heads, hidden), (keys, hidden), (keys, hidden), (hidden, heads))
         matrices = (*outer, (wide, hidden), (wide, hidden), (hidden, wide))
         for layer in range(self.layers):
@@ -103,7 +116,7 @@ class Description:
 
 def read_description(folder: Path) -> Description:
     """block.json of a directory. Raises UserError naming the file, and the key that is wrong."""
-    data = read_fields(folder, DESCRIPTION, Description, VERSION)
+    data = read_fields(folder, DESCRIPTION, Description, VERSION, {"frequent": 0})
     shown = f"{folder.name}/{DESCRIPTION}"
     if not isinstance(data["taps"], list) or any(type(tap) is not int for tap in data["taps"]):
         raise UserError(f"{shown}: taps must be a list of whole numbers, found {data['taps']!r}; {AGAIN}")
@@ -117,5 +130,16 @@ def read_description(folder: Path) -> Description:
 
 
 def read_weights(folder: Path, description: Description) -> dict[str, Tensor]:
-    """The tensors of block.safetensors, as stored. Raises UserError naming one that is missing or misshapen."""
-    return read_tensors(folder, WEIGHTS, description.shapes(), DESCRIPTION)
+    """The tensors of block.safetensors, as stored.
+
+    Raises UserError naming one that is missing or misshapen, and frequent tokens that are none or not in order.
+    """
+    found = read_tensors(folder, WEIGHTS, description.shapes(), DESCRIPTION)
+    if (ids := found.get("frequent")) is not None:
+        ordered = ids.dtype in (torch.int32, torch.int64) and bool((ids[1:] > ids[:-1]).all())
+        if not ordered or int(ids[0]) < 0 or int(ids[-1]) >= description.vocab_size:
+            raise UserError(
+                f"{folder.name}/{WEIGHTS}: frequent must be whole numbers below {description.vocab_size}, each larger "
+                f"than the one before; {AGAIN}"
+            )
+    return found

@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -17,13 +18,16 @@ from runtime.files import read_json
 AGAIN = "train it again, or copy the file again"
 
 
-def read_fields(folder: Path, name: str, kind: type, version: int) -> dict[str, Any]:
-    """The fields of a dataclass from a JSON file that holds them and its `version`.
+def read_fields(
+    folder: Path, name: str, kind: type, version: int, later: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """The fields of a dataclass from a JSON file that holds them and its `version`; `later`: what those are in files
+    that were written before there were such fields.
 
     Raises UserError naming the file, and the key that is missing, unknown, or no whole number, truth or text although
     the field is; what lists hold is for the caller to check.
     """
-    data = read_json(inside(folder, name, name))
+    data = dict(later) | read_json(inside(folder, name, name))
     shown = f"{folder.name}/{name}"
     found = data.pop("version", None)
     if found != version:

@@ -170,9 +170,8 @@ SPECPRESS_API BlockDraft* specpress_block_new(const BlockNetwork* network, const
 SPECPRESS_API void specpress_block_free(BlockDraft* drafter) { delete drafter; }
 // 1, or 0 where logits are not finite.
 SPECPRESS_API int64_t specpress_block_draft(BlockDraft* drafter, const float* cos, const float* sin, BlockText* texts, int64_t requests,
-                                            int64_t length, int64_t branch, int64_t considered, double worth, const BlockPlaces* places,
-                                            const BlockTrees* trees) {
-    return drafter->draft(cos, sin, texts, requests, length, {branch, considered, worth}, *places, *trees);
+                                            int64_t length, const BlockGrowth* growth, const BlockPlaces* places, const BlockTrees* trees) {
+    return drafter->draft(cos, sin, texts, requests, length, *growth, *places, *trees);
 }
 SPECPRESS_API int64_t specpress_experts_read(const Decoder* decoder) { return decoder->experts_read(); }
 SPECPRESS_API void specpress_project(Decoder* decoder, const Projection* p, const float* x, int64_t rows, float* y) {

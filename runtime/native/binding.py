@@ -90,7 +90,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "draft": (_I, [_P, _P, _P, _I, _P, _I, _P, _I, _P]),
     "block_new": (_P, [_P, _P, _I, _P]),
     "block_free": (None, [_P]),
-    "block_draft": (_I, [_P, _P, _P, _P, _I, _I, _I, _I, c_double, _P, _P]),
+    "block_draft": (_I, [_P, _P, _P, _P, _I, _I, _P, _P, _P]),
     "experts_read": (_I, [_P]),
     "project": (None, [_P, _P, _P, _I, _P]),
     "norm": (None, [_I, _P, _P, _I, _I, c_float, c_float, _P]),

@@ -114,10 +114,10 @@ bool BlockDraft::draft(const float* cos, const float* sin, BlockText* texts, int
     product(net_.of_row, places.rows, rows, places.of_row);
     product(net_.head, places.rows, rows, places.base);
     for (int64_t i = 0; i < rows; i++)
-        if (path_.largest(places.base + i * net_.vocabulary, net_.vocabulary, net_.vocabulary) < 0) return false;
+        if (path_.largest(places.base + i * net_.logits, net_.logits, net_.logits) < 0) return false;
     for (int64_t r = 0; r < requests; r++) {
         const int64_t first = r * length;
-        const BlockPlaces own = {places.rows + first * hidden, places.of_row + first * 2 * net_.rank, places.base + first * net_.vocabulary};
+        const BlockPlaces own = {places.rows + first * hidden, places.of_row + first * 2 * net_.rank, places.base + first * net_.logits};
         trees.counts[r] = 0;
         if (texts[r].budget > 0) grow(texts[r], length, growth, own, trees, r);
     }

@@ -12,9 +12,12 @@ struct BlockLayer {
 
 struct BlockNetwork {
     int64_t taps, hidden, length, layers, heads, kv_heads, dim, intermediate, window, rank, vocabulary;
+    int64_t logits;         // rows of `head`: the vocabulary's, or the frequent tokens'
     float eps;
     const float *tap_norms, *fuse_norm, *places, *norm;  // [taps][hidden], [hidden], [length][hidden], [hidden]
     const Weights *fuse, *common, *of_row, *head;
+    const Weights* whole;   // the target's own head, asked where the short one is unsure of a first token
+    const int64_t* frequent;                             // [logits]: the tokens of a short head, in order; null: it is not short
     const BlockLayer* layer;
     const float *of_token, *of_memory, *gates, *adds;    // [vocabulary][2 * rank], [2 * rank][rank], [2 * rank], [vocabulary][rank]
     const float* sure;                                   // [hidden + rank + 2]
@@ -33,13 +36,14 @@ struct BlockText {
     int64_t budget;         // nodes of its tree; 0: it is grown elsewhere
 };
 
-// How trees grow: the most children of a node, and below which probability a token is not worth a row.
+// How trees grow: the most children of a node, below which probability a token is not worth a row, and below which one
+// of a first token a short head is not believed.
 struct BlockGrowth {
     int64_t branch, considered;
-    double worth;
+    double worth, unsure;
 };
 
-// What a draft's places are: [requests * length] rows, what these say of gates, and logits without the memory's part.
+// What a draft's places are: [requests * length] rows, what these say of gates, and the head's logits without the memory's part.
 struct BlockPlaces {
     float *rows, *of_row, *base;
 };
@@ -66,6 +70,11 @@ class BlockDraft {
         std::vector<int64_t> tokens;
         std::vector<double> shares;
     };
+    // Tokens of a place that the memory chooses among, and their logits without its part.
+    struct Considered {
+        std::vector<int64_t> tokens;
+        std::vector<float> logits;
+    };
     struct Node {
         int64_t token, parent, depth;
         double joint;
@@ -82,7 +91,9 @@ class BlockDraft {
     void append(BlockText& text, int64_t layer, const float* found);
     void run_layer(const BlockLayer& layer, int64_t number, const BlockText* texts, int64_t requests, int64_t length);
     void grow(const BlockText& text, int64_t length, const BlockGrowth& growth, const BlockPlaces& places, const BlockTrees& trees, int64_t request);
-    void consider(const float* base, int64_t count, std::vector<int64_t>& at);
+    void consider(const float* base, int64_t size, const int64_t* names, int64_t count, Considered& found);
+    void judge(const float* memory, const Considered& found, int64_t branch, Children& out) const;
+    double confidence(const float* row, const float* memory, Children& of) const;
     void expand(const BlockPlaces& places, int64_t depth, int64_t token, const float* before, const BlockGrowth& growth, float* after, Children& out);
 
     const BlockNetwork net_;
@@ -92,10 +103,11 @@ class BlockDraft {
     std::mutex one_;
     Decoder work_;
     std::vector<float> scratch_, tapped_, fused_, read_, x_, normed_, queries_, own_, mixed_, branch_, gate_up_, gated_, weights_;
-    std::vector<float> memories_, gates_, highest_;
+    std::vector<float> memories_, gates_, highest_, whole_;
     std::vector<Node> nodes_;
     std::vector<Children> children_;
-    std::vector<std::vector<int64_t>> considered_;
+    std::vector<Considered> considered_;
+    std::vector<int64_t> order_;
 };
 
 }  // namespace specpress

@@ -8,9 +8,11 @@
 
 namespace specpress {
 
-// Where the `count` largest of a place's logits are, the largest first, of equals the lower token.
-void BlockDraft::consider(const float* base, int64_t count, std::vector<int64_t>& at) {
-    const int64_t size = net_.vocabulary, parts = (size + 63) / 64;
+// The tokens with the `count` largest of a place's logits, the largest first, of equals the lower token. names: which token
+// each number is of, in order; null: of the token at its place.
+void BlockDraft::consider(const float* base, int64_t size, const int64_t* names, int64_t count, Considered& found) {
+    const int64_t parts = (size + 63) / 64;
+    std::vector<int64_t>& at = order_;
     specpress::grow(highest_, 2 * parts);
     path_.maxima(base, size, highest_.data());
     // So many parts have a number that is at least this large: no smaller one is among the largest.
@@ -30,36 +32,60 @@ void BlockDraft::consider(const float* base, int64_t count, std::vector<int64_t>
     std::partial_sort(at.begin(), at.begin() + kept, at.end(),
                       [&](int64_t a, int64_t b) { return base[a] > base[b] || (base[a] == base[b] && a < b); });
     at.resize(static_cast<size_t>(kept));
+    found.tokens.clear(), found.logits.clear();
+    for (const int64_t i : at) {
+        found.tokens.push_back(names ? names[i] : i);
+        found.logits.push_back(base[i]);
+    }
 }
 
-// The memory behind a token at a depth, and the children that follow from it.
-void BlockDraft::expand(const BlockPlaces& places, int64_t depth, int64_t token, const float* before, const BlockGrowth& growth,
-                        float* after, Children& out) {
-    const int64_t rank = net_.rank, hidden = net_.hidden;
-    const float *base = places.base + depth * net_.vocabulary, *row = places.rows + depth * hidden;
-    path_.block_step({net_.of_token + token * 2 * rank, places.of_row + depth * 2 * rank, net_.gates, net_.of_memory, before, rank,
-                      gates_.data(), after});
-    std::vector<int64_t>& at = considered_[depth];
-    if (at.empty()) consider(base, growth.considered, at);
-    std::vector<std::pair<double, int64_t>> scored(at.size());
+// The children that follow from a memory, of the tokens considered, with their probabilities among these.
+void BlockDraft::judge(const float* memory, const Considered& found, int64_t branch, Children& out) const {
+    std::vector<std::pair<double, int64_t>> scored(found.tokens.size());
     double highest = -INFINITY;
-    for (size_t i = 0; i < at.size(); i++) {
-        scored[i] = {base[at[i]] + path_.dot(net_.adds + at[i] * rank, after, rank), at[i]};
+    for (size_t i = 0; i < scored.size(); i++) {
+        scored[i] = {found.logits[i] + path_.dot(net_.adds + found.tokens[i] * net_.rank, memory, net_.rank), found.tokens[i]};
         highest = std::max(highest, scored[i].first);
     }
     double total = 0.0;
     for (const auto& one : scored) total += std::exp(one.first - highest);
     std::stable_sort(scored.begin(), scored.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
-    scored.resize(std::min<size_t>(scored.size(), static_cast<size_t>(growth.branch)));
-    const double best = 1.0 / total;
-    const float* sure = net_.sure;
-    const double told = path_.dot(row, sure, hidden) + path_.dot(after, sure + hidden, rank) + sure[hidden + rank] * std::log(best) + sure[hidden + rank + 1];
-    const double right = 1.0 / (1.0 + std::exp(-told)), rest = (1.0 - right) / std::max(1e-9, 1.0 - best);
+    scored.resize(std::min<size_t>(scored.size(), static_cast<size_t>(branch)));
     out.tokens.clear(), out.shares.clear();
     for (const auto& one : scored) {
-        out.shares.push_back(out.tokens.empty() ? right : std::exp(one.first - highest) / total * rest);
+        out.shares.push_back(std::exp(one.first - highest) / total);
         out.tokens.push_back(one.second);
     }
+}
+
+// How probable the first child is to be right; the others share what is left of that.
+double BlockDraft::confidence(const float* row, const float* memory, Children& of) const {
+    const int64_t rank = net_.rank, hidden = net_.hidden;
+    const float* sure = net_.sure;
+    const double best = of.shares[0];
+    const double told = path_.dot(row, sure, hidden) + path_.dot(memory, sure + hidden, rank) + sure[hidden + rank] * std::log(best) + sure[hidden + rank + 1];
+    const double right = 1.0 / (1.0 + std::exp(-told)), rest = (1.0 - right) / std::max(1e-9, 1.0 - best);
+    for (double& share : of.shares) share *= rest;
+    return of.shares[0] = right;
+}
+
+// The memory behind a token at a depth, and the children that follow from it.
+void BlockDraft::expand(const BlockPlaces& places, int64_t depth, int64_t token, const float* before, const BlockGrowth& growth,
+                        float* after, Children& out) {
+    const int64_t rank = net_.rank;
+    const float *base = places.base + depth * net_.logits, *row = places.rows + depth * net_.hidden;
+    path_.block_step({net_.of_token + token * 2 * rank, places.of_row + depth * 2 * rank, net_.gates, net_.of_memory, before, rank,
+                      gates_.data(), after});
+    Considered& found = considered_[depth];
+    if (found.tokens.empty()) consider(base, net_.logits, net_.frequent, growth.considered, found);
+    judge(after, found, growth.branch, out);
+    if (confidence(row, after, out) >= growth.unsure || depth || !net_.frequent) return;
+    // The token may be a rare one, of which the confidence does not know. Places behind the first are left to the short
+    // head: where that is unsure no token is worth a row.
+    specpress::grow(whole_, net_.vocabulary);
+    product(net_.whole, row, 1, whole_.data());
+    consider(whole_.data(), net_.vocabulary, nullptr, growth.considered, found);
+    judge(after, found, growth.branch, out);
 }
 
 void BlockDraft::grow(const BlockText& text, int64_t length, const BlockGrowth& growth, const BlockPlaces& places, const BlockTrees& trees,
@@ -76,7 +102,7 @@ void BlockDraft::grow(const BlockText& text, int64_t length, const BlockGrowth& 
     const int64_t rank = net_.rank;
     specpress::grow(memories_, (text.budget + 2) * rank), specpress::grow(gates_, 2 * rank);
     children_.resize(static_cast<size_t>(text.budget + 1)), considered_.resize(static_cast<size_t>(net_.length));
-    for (auto& at : considered_) at.clear();
+    for (auto& found : considered_) found.tokens.clear();
     nodes_.clear();
     std::priority_queue<Offer> offers;
     // Node n has the memory n + 2 and the children n + 1; the root, -1, begins with the first memory, of zeros.

@@ -205,11 +205,11 @@ class BlockNetworkStruct(Structure):
 
     _fields_ = [
         *_all(c_int64, "taps", "hidden", "length", "layers", "heads", "kv_heads", "dim", "intermediate", "window"),
-        *_all(c_int64, "rank", "vocabulary"),
+        *_all(c_int64, "rank", "vocabulary", "logits"),
         ("eps", c_float),
         *_all(c_void_p, "tap_norms", "fuse_norm", "places", "norm"),
-        *_all(POINTER(WeightsStruct), "fuse", "common", "of_row", "head"),
-        *_all(c_void_p, "layer", "of_token", "of_memory", "gates", "adds", "sure"),
+        *_all(POINTER(WeightsStruct), "fuse", "common", "of_row", "head", "whole"),
+        *_all(c_void_p, "frequent", "layer", "of_token", "of_memory", "gates", "adds", "sure"),
     ]
 
 
@@ -233,6 +233,12 @@ class BlockTextStruct(Structure):
         ("embedded", c_void_p),
         *_all(c_int64, "token", "budget"),
     ]
+
+
+class BlockGrowthStruct(Structure):
+    """block_draft.h, BlockGrowth."""
+
+    _fields_ = [*_all(c_int64, "branch", "considered"), *_all(c_double, "worth", "unsure")]
 
 
 class BlockPlacesStruct(Structure):

@@ -4,9 +4,11 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.kernels.native_linear import NativeLinear
@@ -20,6 +22,9 @@ from runtime.speculative.verify import Rule
 
 # A token that the text comes to with a lower probability is not worth its row: eight rows cost a fifth more than one.
 WORTH = 0.03
+# Where a short head gives a draft's first token a lower probability the target's own head is asked for it: there the
+# token may be a rare one.
+UNSURE = 0.15
 # Tokens of a place that the memory chooses among: those that its row alone finds most probable.
 _CONSIDERED = 32
 
@@ -123,7 +128,7 @@ class BlockDrafter:
                 )
                 for i, text, simple in zip(ready, texts, plain, strict=True)
             ]
-            grown, places = self._native.draft(asked, length, Growth(self._branch, _CONSIDERED, WORTH))
+            grown, places = self._native.draft(asked, length, Growth(self._branch, _CONSIDERED, WORTH, UNSURE))
         for i, each, draft, simple in zip(ready, places, grown, plain, strict=True):
             known = simple and self._native is not None
             drafts[i] = draft if known else self._grow(requests[i], budgets[i], each)
@@ -188,21 +193,22 @@ class BlockDrafter:
 
     def _candidates(self, request: Request, path: list[int], memory: Floats, places: Places) -> Candidates:
         """The children of the node at the end of a path, in order, with the probabilities of being the target's."""
-        about, row, known = self._network.memory, places.rows[len(path)], places.base[len(path)]
-        sampling = request.sampling
-        if sampling.greedy and sampling.plain:
-            at = np.array(largest(known, _CONSIDERED))
-            scores = known[at] + about.adds[at] @ memory
-            order = np.argsort(-scores, kind="stable")[: self._branch]
-            logits = scores - scores.max()
-            total = np.log(np.exp(logits).sum())
-            shares = np.exp(logits[order] - total)
-            sure = about.is_right(row, memory, float(logits[order[0]] - total))
-            rest = (1 - sure) / max(1e-9, 1 - float(shares[0]))
-            found = [sure, *(float(share) * rest for share in shares[1:])]
-            return Candidates(at[order].tolist(), found, found)
+        network, row, known = self._network, places.rows[len(path)], places.base[len(path)]
+        sampling, names, adds = request.sampling, network.frequent, network.memory.adds
+        simple = sampling.greedy and sampling.plain
+        if simple or names is not None:
+            found = self._sure(self._most_probable(memory, known, names), row, memory)
+            if names is not None and not path and found.shares[0] < UNSURE:
+                # The token may be a rare one, of which the confidence does not know.
+                known, names = network.whole_logits(row), None
+                found = self._most_probable(memory, known, names)
+            if simple:
+                return found
+        logits = known + adds @ memory if names is None else np.full(len(adds), -np.inf, np.float32)
+        if names is not None:
+            logits[names] = known + adds[names] @ memory
         context = (sampling, request.tokens, [path], request.prompt_length, request.stop_tokens)
-        rows = Distributions(known + about.adds @ memory, *context)
+        rows = Distributions(logits, *context)
         if sampling.greedy:
             scores = rows.scores(0)
             return ranked(np.exp(scores - scores.max()), self._branch)
@@ -211,3 +217,25 @@ class BlockDrafter:
             position = len(request.tokens) + len(path)
             weights = weights / request.noise.exponential(sampling.seed, position, len(weights))
         return ranked(weights, self._branch)
+
+    def _most_probable(self, memory: Floats, known: NDArray[Any], names: NDArray[np.int64] | None) -> Candidates:
+        """The children of a greedy text's node, with their probabilities among the tokens considered.
+
+        known: a place's logits, float32; names: their tokens, None: all in order.
+        """
+        adds = self._network.memory.adds
+        at: NDArray[np.int64] = np.array(largest(known, _CONSIDERED))
+        tokens = at if names is None else names[at]
+        scores = known[at] + adds[tokens] @ memory
+        order = np.argsort(-scores, kind="stable")[: self._branch]
+        weights = np.exp(scores - scores.max())
+        shares = (weights[order] / weights.sum()).tolist()
+        return Candidates(tokens[order].tolist(), shares, shares)
+
+    def _sure(self, found: Candidates, row: Floats, memory: Floats) -> Candidates:
+        """The same children; the first one's probability is the confidence, and the others share what is left."""
+        best, *others = found.shares
+        sure = self._network.memory.is_right(row, memory, float(np.log(best)))
+        rest = (1 - sure) / max(1e-9, 1 - best)
+        shares = [sure, *(share * rest for share in others)]
+        return Candidates(found.tokens, shares, shares)

@@ -4,7 +4,7 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from ctypes import byref, pointer
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from runtime.kernels.native_linear import NativeLinear
 from runtime.model.layers import Linear
 from runtime.native.binding import PATHS, require
 from runtime.native.structs import (
+    BlockGrowthStruct,
     BlockLayerStruct,
     BlockNetworkStruct,
     BlockPlacesStruct,
@@ -55,12 +56,13 @@ class Asked:
 
 @dataclass(frozen=True)
 class Growth:
-    """How trees grow: the most children of a node, how many tokens of a place are looked at, and below which
-    probability none is worth a row."""
+    """How trees grow: the most children of a node, how many tokens of a place are looked at, below which probability
+    none is worth a row, and below which one of a first token a short head is not believed."""
 
     branch: int
     considered: int
     worth: float
+    unsure: float
 
 
 @dataclass(eq=False)
@@ -85,9 +87,12 @@ class NativeBlocks:
         memory = (network.memory.of_token, network.memory.of_memory, network.memory.gates, network.memory.adds, sure)
         struct = BlockNetworkStruct(
             *(len(about.taps), about.hidden_size, about.length, about.layers, about.heads, about.kv_heads),
-            *(about.head_dim, about.intermediate_size, about.window, about.rank, about.vocab_size, about.norm_eps),
+            *(about.head_dim, about.intermediate_size, about.window, about.rank, about.vocab_size, about.logits),
+            about.norm_eps,
             *(self._at(part) for part in (network.tap_norms, network.fuse_norm, network.places, network.norm)),
             *(self._weight(layer) for layer in (network.fuse, network.common, network.of_row, network.head)),
+            None if network.frequent is None else self._weight(network.whole),
+            None if network.frequent is None else self._at(torch.from_numpy(network.frequent)),
             ctypes.addressof(layers),
             *(self._at(torch.from_numpy(part)) for part in memory),
         )
@@ -135,13 +140,12 @@ class NativeBlocks:
         most = max(1, *(one.budget for one in asked))
         tokens, parents = (np.empty((count, most), np.int64) for _ in range(2))
         counts = np.zeros(count, np.int64)
-        places = BlockPlacesStruct(*(part.ctypes.data for part in found))
+        places, how = BlockPlacesStruct(*(part.ctypes.data for part in found)), BlockGrowthStruct(*astuple(growth))
         trees = BlockTreesStruct(tokens.ctypes.data, parents.ctypes.data, counts.ctypes.data, most)
         finite = require().specpress_block_draft(
             self._handle,
             *(part.data_ptr() for part in self._turns),
-            *(texts, count, length, growth.branch, growth.considered, growth.worth),
-            *(byref(places), byref(trees)),
+            *(texts, count, length, byref(how), byref(places), byref(trees)),
         )
         for struct, one in zip(texts, asked, strict=True):
             one.text.held = struct.held
@@ -155,7 +159,7 @@ class NativeBlocks:
         """Where so many rows are written. Kept: a large vocabulary's logits would take new pages each time."""
         if not self._places or len(self._places[0]) < rows:
             about = self.network.about
-            sizes = about.hidden_size, 2 * about.rank, about.vocab_size
+            sizes = about.hidden_size, 2 * about.rank, about.logits
             self._places = [np.empty((rows, size), np.float32) for size in sizes]
         return [part[:rows] for part in self._places]
 

@@ -3,7 +3,8 @@
     fused      of each token of the text: the target's states at some depths, each normed, through one matrix
     rows       of each drafted place: its own vector, what the text's last token is, and the last fused state
     layers     attention over the fused states of the text and over all rows (DFlash, 2602.06036), then a gated MLP
-    base       a row's logits, by the target's own head, or a copy of it in fewer bits
+    base       a row's logits, by the target's own head, or a copy of it in fewer bits, which may have rows for frequent
+               tokens alone (FR-Spec, 2502.14856): of a large vocabulary the head is most of what a draft reads
     memory     goes along the drafted tokens: two gates of the token before, the row and the memory; what it adds to a
                place's logits is of low rank (the Markov head of DSpark, 2607.05147, which has no memory)
     sure       a place's probability that its most probable token is the target's
@@ -95,7 +96,7 @@ class Memory:
 @dataclass(frozen=True, eq=False)
 class Places:
     """What is known of a draft's places before it has tokens, on the host: rows (length, hidden), their part of the
-    gates (length, 2 · rank), and their logits (length, V), without the memory's part."""
+    gates (length, 2 · rank), and the head's logits (length, V or frequent tokens), without the memory's part."""
 
     rows: Floats
     of_row: Floats
@@ -104,7 +105,12 @@ class Places:
 
 @dataclass(frozen=True, eq=False)
 class BlockNetwork:
-    """The network of one target. embedding (V, hidden): the target's, as its files have it."""
+    """The network of one target.
+
+    embedding  (V, hidden): the target's, as its files have it.
+    head       what gives `base`; `whole` the target's own head, with a logit for each token of the vocabulary.
+    frequent   (n,): the tokens of a short head's rows, in order; None: the head has all.
+    """
 
     about: Description
     embedding: Tensor
@@ -117,6 +123,8 @@ class BlockNetwork:
     norm: Tensor
     of_row: Linear
     head: Linear
+    whole: Linear
+    frequent: NDArray[np.int64] | None
     memory: Memory
     rates: Tensor
 
@@ -140,6 +148,11 @@ class BlockNetwork:
     def normed_embedding(self, ids: Tensor) -> Tensor:
         """(n, hidden) float32 of tokens (n,) int64."""
         return self._norm(self.embedding[ids].float(), None)
+
+    def whole_logits(self, row: Floats) -> Floats:
+        """(V,) on the host, of one row (hidden,), without the memory's part."""
+        found: Floats = self.whole(torch.from_numpy(row[None]).to(self.embedding.device))[0].float().cpu().numpy()
+        return found
 
     def draft(self, texts: Sequence[Seen], tokens: Sequence[int], length: int) -> list[Places]:
         """The places of drafts of so many tokens behind each text, of which the last token is given."""
@@ -222,7 +235,8 @@ def made(
 
     embedding, head  (V, hidden) of the target.
     """
-    kernel, floats = decoder.kernel, {name: tensor.float() for name, tensor in weights.items()}
+    ids = weights.get("frequent")
+    kernel, floats = decoder.kernel, {name: tensor.float() for name, tensor in weights.items() if name != "frequent"}
     normed = functional.rms_norm(embedding.float(), embedding.shape[1:], eps=about.norm_eps)
     rank, hidden, half = about.rank, about.hidden_size, about.head_dim // 2
     rates = torch.exp(-np.log(about.rope_theta) * torch.arange(half, device=decoder.device) / half)
@@ -261,7 +275,11 @@ def made(
         tuple(one(number) for number in range(about.layers)),
         floats["norm"],
         layer("of_row"),
-        _layer(head, about.head, kernel) if about.head else decoder.parts.head,
+        _layer(head if ids is None else head[ids.long()], about.head, kernel)
+        if about.head or ids is not None
+        else decoder.parts.head,
+        decoder.parts.head,
+        None if ids is None else ids.long().cpu().numpy(),
         memory,
         rates,
     )

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from compress import block_draft
 from compress.block_draft.beginning import begin, last_layer
+from compress.block_draft.frequent import covered, frequent_tokens
 from compress.block_draft.frozen_head import judge
 from compress.block_draft.network import BlockNetwork, Blocks
 from compress.block_draft.objective import Teacher, blocks_of, learn
@@ -108,6 +109,36 @@ def test_losses_and_gradients_through_the_head_are_torchs(distill: float | None)
         assert torch.allclose(mine, theirs.detach(), atol=1e-4)
 
 
+def test_what_a_short_head_says_is_of_its_tokens() -> None:
+    """The loss stays that of the whole one."""
+    torch.manual_seed(2)
+    rows, head, tokens = torch.randn(300, 12), torch.randn(33, 12), torch.randint(0, 33, (300,))
+    teacher, frequent = torch.randn(300, 12), torch.randperm(33)[:20].sort().values
+    whole, short = (judge(rows, head, tokens, teacher, 0.5, ids) for ids in (None, frequent))
+    said = functional.linear(rows, head)[:, frequent].log_softmax(-1)
+    assert torch.equal(short.choice, frequent[said.argmax(-1)]) and torch.allclose(short.best, said.amax(-1), atol=1e-5)
+    assert torch.equal(short.loss, whole.loss) and torch.equal(short.wanted, whole.wanted)
+    assert not torch.equal(short.choice, whole.choice)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.9, 0.99])
+def test_frequent_tokens_are_the_fewest_that_cover_the_share(share: float) -> None:
+    text = (torch.rand(40, 500) ** 4 * 1000).long()
+    found = frequent_tokens(text, 1100, share)
+    assert found is not None and len(found) % 64 == 0 and bool((found[1:] > found[:-1]).all())
+    counts = torch.bincount(text.flatten(), minlength=1100)
+    assert counts[found].sum() >= share * text.numel()
+    most = counts.sort(descending=True).values
+    assert counts[found].sum() == most[: len(found)].sum()
+    assert len(found) == 64 or most[: len(found) - 64].sum() < share * text.numel()
+    assert frequent_tokens(text, 1100, 1.0) is None is frequent_tokens(text, 64, share)
+
+
+def test_small_vocabularies_are_read_whole_where_nothing_is_said() -> None:
+    said = [covered(STAGE, 4096), covered(STAGE, 32_000), covered(STAGE.model_copy(update={"frequent": 0.9}), 4096)]
+    assert said == [1.0, 0.99, 0.9]
+
+
 @pytest.mark.parametrize("taught", [True, False])
 def test_the_loss_is_what_it_says(taught: bool) -> None:
     """Places behind the window do not count; what is wanted is what the target finds most probable, or the text's."""
@@ -155,12 +186,16 @@ def test_drafts_begin_rather_where_the_target_was_unsure() -> None:
             states[0, place, 16:] = table[int(tokens[0, (place + 1) % 41])]
     head = Head(table, torch.ones(16), None, is_rms=True, eps=1e-6, layers=2)
     nothing = HiddenStates(Path("nowhere"))
-    text = Text(nothing, nothing, tokens, tokens, first=4, prompt=5)
+    text = Text(
+        nothing, nothing, tokens, tokens, first=4, begins=(torch.tensor([5, 9]), torch.tensor([5])), prompts=(5,)
+    )
     counts = {}
     for layers in (2, 3):  # of a target with three the final states were not kept
         task = BlockTask(made, STAGE, text, replace(head, layers=layers), autocast=False)
         found = torch.cat([task.anchors([0], tokens, states) for _ in range(200)])
         assert int(found.min()) >= 4 and int(found.max()) < 40
+        later = torch.cat([task.anchors([1], tokens, states) for _ in range(50)])
+        assert int(found.min()) == 4 and int(later.min()) == 8
         counts[layers] = float((found % 4 == 0).float().mean())
     assert counts[3] == pytest.approx(0.25, abs=0.03) and counts[2] > 0.45
 
@@ -292,6 +327,21 @@ def test_a_drafter_learns_and_changes_no_text(given: StageContext, tmp_path: Pat
     assert isinstance(drafter_by_name(load(given.model)).drafter, BlockDrafter)
 
 
+def test_prompts_of_several_lengths_and_a_short_head(given: StageContext, tmp_path: Path) -> None:
+    """By turns, and what measures the drafter has them all; the head keeps 64 of 97 tokens."""
+    stage = STAGE.model_copy(update={"prompt": (0.25, 0.5), "as_is": 0.0, "samples": 20, "frequent": 0.3})
+    given = replace(given, budget=Budget(tokens=24 * 8 * 2))
+    found = block_draft.run(stage, given, tmp_path / "block")
+    assert found["windows"] == 20 and found["head_tokens"] == 64
+    target, kept = load(given.model), HiddenStates(given.work / "states").tokens()
+    for number in range(4):
+        size = (6, 12)[number % 2]
+        prompt = kept[number, :size].tolist()
+        assert kept[number, size:].tolist() == Speculator(target).generate([prompt], 24 - size, stop=())[0].tokens
+    about = read_description(tmp_path / "block")
+    assert about.frequent == 64 and load_network(tmp_path / "block", target).frequent is not None
+
+
 def test_tokens_a_round_grow_on_what_the_target_writes(given: StageContext, tmp_path: Path) -> None:
     given = replace(given, tokens=windows(1, 24 * 400)[0].numpy(), held_out=windows(12, 50, 1))
     found = block_draft.run(STAGE, given, tmp_path / "block")
@@ -328,7 +378,7 @@ def test_the_teacher_is_the_target(target: Model, tmp_path: Path) -> None:
     """Its logits of kept states are those of a forward, but for float16."""
     decoder = target.decoder
     assert isinstance(decoder, BaseDecoder)
-    source = Source(windows(3), "none", 6)
+    source = Source(windows(3), "none", (6,))
     found = collect(target, source, tmp_path, {}, None, lambda *_: None, (1, 2))
     tokens, states = found.read([2])
     assert states.shape == (1, 24, 128)
@@ -353,7 +403,7 @@ def test_what_goes_wrong_is_said(given: StageContext, tiny: Tiny, tmp_path: Path
     assert "in the last place" in refused(STAGE.model_copy(update={"taps": (2, 1)}))
     assert "Specpress' own kernels" in refused(model=tiny("gpt2"))
     assert "the training text is too short" in refused(tokens=given.tokens[:20])
-    assert "at least 5 tokens beside the prompt's 1" in refused(settings=replace(SETTINGS, length=5))
+    assert "at least 5 tokens beside the prompt's 3" in refused(settings=replace(SETTINGS, length=5))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tests.compress.medusa.packing import silent, windows
 
 
 def test_kept_states_are_those_of_the_kernels(target: Model, tmp_path: Path) -> None:
-    source = Source(windows(CHUNK + 3), "greedy", 6)
+    source = Source(windows(CHUNK + 3), "greedy", (6,))
     found = collect(target, source, tmp_path, {}, None, silent)
     assert len(found) == CHUNK + 3 and found.chunks == 2
     tokens, states = found.read([CHUNK + 1, 5])
@@ -39,13 +39,13 @@ def test_kept_states_are_those_of_the_kernels(target: Model, tmp_path: Path) -> 
 
 def test_text_may_stand_as_it_is_or_be_drawn(target: Model, tmp_path: Path) -> None:
     plain, drawn_, again, other = (
-        collect(target, Source(windows(4), kind, 6, seed), tmp_path / name, {}, None, silent).tokens()
+        collect(target, Source(windows(4), kind, (6,), seed), tmp_path / name, {}, None, silent).tokens()
         for kind, seed, name in (("none", 0, "a"), ("sampled", 0, "b"), ("sampled", 0, "c"), ("sampled", 9, "d"))
     )
     assert torch.equal(plain, windows(4)) and torch.equal(drawn_, again)
     assert not torch.equal(drawn_, other) and torch.equal(drawn_[:, :6], plain[:, :6])
-    part = collect(target, Source(windows(4), "greedy", 6, 0, 0.5), tmp_path / "e", {}, None, silent).tokens()
-    greedy = collect(target, Source(windows(4), "greedy", 6), tmp_path / "f", {}, None, silent).tokens()
+    part = collect(target, Source(windows(4), "greedy", (6,), 0, 0.5), tmp_path / "e", {}, None, silent).tokens()
+    greedy = collect(target, Source(windows(4), "greedy", (6,)), tmp_path / "f", {}, None, silent).tokens()
     assert torch.equal(part[:2], plain[:2]) and torch.equal(part[2:], greedy[2:])
     assert not torch.equal(greedy, plain)
 
@@ -53,7 +53,7 @@ def test_text_may_stand_as_it_is_or_be_drawn(target: Model, tmp_path: Path) -> N
 def test_collecting_goes_on_where_it_was_stopped(
     target: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = Source(windows(3 * CHUNK, 12), "greedy", 4)
+    source = Source(windows(3 * CHUNK, 12), "greedy", (4,))
     whole = collect(target, source, tmp_path / "whole", {}, None, silent)
     calls = 0
 
@@ -80,7 +80,7 @@ def test_collecting_goes_on_where_it_was_stopped(
 
 
 def test_time_stops_collecting_once_and_for_all(target: Model, tmp_path: Path) -> None:
-    source = Source(windows(3 * CHUNK, 12), "none", 4)
+    source = Source(windows(3 * CHUNK, 12), "none", (4,))
     first = collect(target, source, tmp_path / "a", {}, 0.0, silent)
     again = collect(target, source, tmp_path / "a", {}, 1000.0, silent)
     assert first.chunks == again.chunks == 1 and first.seconds == again.seconds > 0

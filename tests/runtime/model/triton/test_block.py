@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from runtime import Speculator, load
 from runtime.engine.metrics import total
 from runtime.sampling.params import Sampling
@@ -12,11 +14,13 @@ from runtime.speculative.drafters.block_network import load_network
 from tests.conftest import write_block
 
 
+@pytest.mark.parametrize("frequent", [0, 64])
 def test_texts_are_those_of_plain_decoding(
-    small: Callable[..., Path], device: str, longer: int, tmp_path: Path
+    small: Callable[..., Path], device: str, longer: int, frequent: int, tmp_path: Path
 ) -> None:
     target = load(small("llama", num_hidden_layers=1), device=device, kernels="triton")
     sizes = {"taps": (0, 1), "length": 3, "layers": 1, "heads": 2, "kv_heads": 1, "window": 4}
+    sizes |= {"frequent": frequent}
     network = load_network(write_block(target.path, tmp_path / "block", **sizes), target)
     prompts, samplings, new = [[7, 300, 12, 9], [3, 4, 3]], [Sampling(), Sampling(temperature=0.8, seed=5)], 4 * longer
     plain = Speculator(target, cache=CacheOptions(pages=8)).generate(prompts, new, samplings, stop=())

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,8 @@ def test_a_description_is_read_as_it_was_written(folder: Path) -> None:
         ({"taps": [1, 3]}, "does not fit"),
         ({"hidden_size": 32}, "does not fit"),
         ({"rank": 4}, "implies the tensor of_token of shape (8, 64), found (16, 64)"),
+        ({"frequent": 321}, "frequent must be from 0 to the vocabulary's 320"),
+        ({"frequent": 9}, "implies the tensor frequent of shape (9,), found none"),
         ({"target": "00"}, "were trained on other weights than those of int8"),
     ],
 )
@@ -87,6 +90,22 @@ def test_wrong_descriptions_are_refused(target: Model, folder: Path, changes: di
     with pytest.raises(UserError) as error:
         load_network(folder, target)
     assert said in str(error.value) and "block" in str(error.value)
+
+
+def test_descriptions_of_before_there_were_short_heads_are_read(folder: Path) -> None:
+    data = json.loads((folder / DESCRIPTION).read_text())
+    assert data.pop("frequent") == 0
+    (folder / DESCRIPTION).write_text(json.dumps(data))
+    assert read_description(folder).frequent == 0
+
+
+@pytest.mark.parametrize("ids", [[3, 2, 5], [2, 2, 5], [-1, 2, 5], [2, 5, 320], [0.0, 1.0, 2.0]])
+def test_frequent_tokens_that_are_none_are_refused(target: Model, tmp_path: Path, ids: list[Any]) -> None:
+    folder = write_block(target.path, tmp_path / "short", frequent=3)
+    load_network(folder, target)
+    save_file(load_file(folder / WEIGHTS) | {"frequent": torch.tensor(ids)}, folder / WEIGHTS)
+    with pytest.raises(UserError, match="frequent must be whole numbers below 320"):
+        load_network(folder, target)
 
 
 def test_targets_without_hidden_states_are_refused(folder: Path, tiny: Tiny) -> None:
@@ -145,10 +164,12 @@ class Chains(BlockDrafter):
         super().__init__(network, verify, branch=1)
 
 
-@pytest.mark.parametrize("kind", [BlockDrafter, Chains])
-def test_texts_are_those_of_plain_decoding(target: Model, folder: Path, kind: type[BlockDrafter]) -> None:
+@pytest.mark.parametrize(("kind", "frequent"), [(BlockDrafter, 0), (Chains, 0), (BlockDrafter, 90)])
+def test_texts_are_those_of_plain_decoding(
+    target: Model, tmp_path: Path, kind: type[BlockDrafter], frequent: int
+) -> None:
     """Greedy and sampled, in one batch, in pages; trees and chains are drafted, and something of them is right."""
-    network = load_network(folder, target)
+    network = load_network(write_block(target.path, tmp_path / "block", frequent=frequent), target)
     prompts = [*PROMPTS, "x = 1\n" * 60]
     for rule in ("coupled", "rejection"):
         for sampling in SAMPLINGS if rule == "coupled" else SAMPLINGS[:1]:
@@ -177,9 +198,11 @@ def test_a_network_that_knows_the_text_is_accepted(target: Model, folder: Path) 
     assert result.tokens == plain.tokens and result.metrics.tokens_per_round > 4
 
 
-def test_native_trees_are_those_of_torch(target: Model, folder: Path) -> None:
+@pytest.mark.parametrize("frequent", [0, 90])
+def test_native_trees_are_those_of_torch(target: Model, tmp_path: Path, frequent: int) -> None:
     """Two texts whose states come in pieces of all sizes, some never, until the window has moved on several times."""
-    network, text, states = load_network(folder, target), torch.randint(0, 320, (120,)).tolist(), torch.randn(120, 128)
+    network = load_network(write_block(target.path, tmp_path / "block", frequent=frequent), target)
+    text, states = torch.randint(0, 320, (120,)).tolist(), torch.randn(120, 128)
     if BlockDrafter(network)._native is None:
         pytest.skip("these kernels are not native")
     for branch in (1, 4):
@@ -193,6 +216,53 @@ def test_native_trees_are_those_of_torch(target: Model, folder: Path) -> None:
             at += count
             found = [drafter.propose(requests, [8, 3]) for drafter in made]
             assert found[0] == found[1] and len(found[0][0].tokens) >= len(found[0][1].tokens) > 0
+
+
+def surely(network: BlockNetwork, constant: float) -> BlockNetwork:
+    """The network whose memory adds nothing to the logits, and which is always as sure as this."""
+    memory, (of_row, of_memory, _, _) = network.memory, network.memory.sure
+    sure = np.zeros_like(of_row), np.zeros_like(of_memory), 0.0, constant
+    return replace(network, memory=replace(memory, adds=np.zeros_like(memory.adds), sure=sure))
+
+
+def firsts(network: BlockNetwork, native: bool, length: int) -> list[list[int]]:
+    """Chains of up to so many tokens behind 24 texts of random states."""
+    drafter, random = BlockDrafter(network, branch=1), torch.Generator().manual_seed(3)
+    if not native:
+        drafter._native = None
+    texts = torch.randint(0, 320, (24, 8), generator=random).tolist()
+    requests = [Request(i, text, 1, Sampling(), 100) for i, text in enumerate(texts)]
+    drafter.read([TakenStates(request, 0, torch.randn(7, 128, generator=random)) for request in requests])
+    return [draft.tokens for draft in drafter.propose(requests, [length] * len(requests))]
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_short_head_drafts_what_the_whole_one_does(target: Model, tmp_path: Path, native: bool) -> None:
+    """Wherever that is one of its tokens; elsewhere it drafts another of them."""
+    whole = surely(load_network(write_block(target.path, tmp_path / "whole"), target), 9.0)
+    short = surely(load_network(write_block(target.path, tmp_path / "short", frequent=160), target), 9.0)
+    if native and BlockDrafter(whole)._native is None:
+        pytest.skip("these kernels are not native")
+    assert short.frequent is not None and short.head is not whole.head and short.whole is whole.head
+    among, same = set(short.frequent.tolist()), 0
+    pairs = list(zip(firsts(whole, native, 6), firsts(short, native, 6), strict=True))
+    for known, found in ((a, b) for one in pairs for a, b in zip(*one, strict=True)):
+        assert found in among and (found == known) is (known in among)
+        same += known in among
+    assert 0.2 < same / (24 * 6) < 0.8
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_an_unsure_short_head_asks_the_whole_one(target: Model, tmp_path: Path, native: bool) -> None:
+    """For the first token; behind it the draft ends, for no token there is worth a row."""
+    whole = surely(load_network(write_block(target.path, tmp_path / "whole"), target), 9.0)
+    short = load_network(write_block(target.path, tmp_path / "short", frequent=160), target)
+    if native and BlockDrafter(whole)._native is None:
+        pytest.skip("these kernels are not native")
+    known, found = firsts(whole, native, 6), firsts(surely(short, -9.0), native, 6)
+    assert found == [tokens[:1] for tokens in known] and short.frequent is not None
+    rare = [tokens for tokens in found if tokens[0] not in short.frequent]
+    assert 4 < len(rare) < 20
 
 
 def test_drafts_are_trees_within_their_budgets(target: Model, folder: Path) -> None:
