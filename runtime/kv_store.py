@@ -50,8 +50,8 @@ class Store:
     int4     uint8 nibbles: keys (…, head_dim, 32) with key j in the low and key j + 32 in the high half of a byte,
              values (…, 64, wide / 2) with dimension i beside i + wide / 2.
     int3     uint8, sixteen codes in six bytes: keys (…, head_dim, 24), values (…, 64, wide / 16 · 6).
-    scales   (layers, blocks, kv_heads, 64) float32 for the keys and for the values, in a basis with bits of codes in them
-             (`with_halves`); empty for floats.
+    scales   (layers, blocks, kv_heads, 64) float32 for the keys and for the values, in a basis with bits of codes in
+             them (`with_halves`); empty for floats.
     table    (request's blocks,) int64 on the CPU: where each of a request's blocks lies among `blocks`, which are a
              pool of pages then; −1: nowhere yet. None: the request's blocks are the memory's.
     """

@@ -31,7 +31,7 @@ _LEAST = 1e-9
 
 
 def triangular(values: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotation q (n, n) and upper triangular r whose diagonal is in the proportions of `shares`: diag(values) = q · r · zᵀ.
+    """Rotation q (n, n) and upper triangular r whose diagonal is in proportion to `shares`: diag(values) = q · r · zᵀ.
 
     values  (n,) positive float64; shares (n,) likewise. z, a rotation too, is of no use here. Each step turns two rows
             and two columns so that the first of the two diagonal entries becomes what it is to be: the nearest ones

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compress.quantize.cache_basis import SHARES, basis_of, best_basis, rounding_cost, triangular
 from runtime.kernels.basis import BACK, FEEDBACK, INTO, turned
-from runtime.kv_store import HALVES, SIGNED
+from runtime.kv_store import SIGNED
 
 
 def uneven(size: int, seed: int) -> Tensor:

@@ -18,8 +18,8 @@ from runtime.cache.contiguous import KeyValueCache
 from runtime.checkpoints.open import open_checkpoint
 from runtime.contract import CacheKind, Decoder, Rows
 from runtime.errors import UserError
-from runtime.kv_store import HALVES
 from runtime.generate import app
+from runtime.kv_store import HALVES
 from runtime.speculate import CacheOptions
 
 KINDS: tuple[CacheKind, ...] = ("int8", "int4")

@@ -62,7 +62,9 @@ def test_halves_lie_in_the_scales(kind: CacheKind, dim: int) -> None:
     """What is put in comes out, and codes are nearer by them: most of all where every dimension has some."""
     scales, halves = normal(5, 3) * 7, normal(5, 3, min(dim, HALVES), seed=1) > 0
     words = with_halves(scale_of(scales), halves)
-    assert torch.equal(halves_of(words, dim)[..., :HALVES], halves / 2) and not halves_of(words, dim)[..., HALVES:].any()
+    assert (
+        torch.equal(halves_of(words, dim)[..., :HALVES], halves / 2) and not halves_of(words, dim)[..., HALVES:].any()
+    )
     assert torch.equal(scale_of(words), scale_of(scales)) and not torch.equal(words, scale_of(scales))
     torch.testing.assert_close(scale_of(scales), scales, rtol=1 / 8, atol=0)
     same = torch.stack((torch.eye(dim), torch.zeros(dim, dim), torch.eye(dim)))[None]
@@ -90,7 +92,11 @@ def test_rows_that_are_no_numbers(kind: CacheKind) -> None:
     same = torch.stack((torch.eye(2), torch.zeros(2, 2), torch.eye(2))).expand(5, 3, 2, 2)
     for codes, scale in (round_signed(x, SIGNED[kind]), round_in_basis(x, SIGNED[kind], same)):
         assert not codes[0, :4].any() and codes[0, 4, 0] < 0
-        assert float(scale_of(scale)[0, 0]) == 0 and bool(scale[0, 2].isnan()) and not bool(scale_of(scale)[0, 3].isfinite())
+        assert (
+            float(scale_of(scale)[0, 0]) == 0
+            and bool(scale[0, 2].isnan())
+            and not bool(scale_of(scale)[0, 3].isfinite())
+        )
 
 
 def test_three_bits_are_packed_and_unpacked() -> None:
