@@ -4,6 +4,10 @@ per token and head.
 Keys are divided by static per-channel factors (1 when uncalibrated), then rounded per token and head; values are
 rounded per token and head. scale = absmax / 127 or absmax / 7; codes stay symmetric. In a basis of their head
 (kernels/basis.py), and in three bits, scales have a sign instead and all codes are used. Float32 arithmetic throughout.
+
+In a basis the first 20 dimensions have a bit more. A scale keeps its sign, its exponent and three bits of its fraction;
+bit i of the 20 below says that dimension i's code is a half more than what is stored of it. So codes times scales, and
+their sums with halves, are exact in float32, whatever the order.
 """
 
 import math
@@ -21,6 +25,9 @@ LIMITS = {"int8": 127.0, "int4": 7.0}
 # Of rows with signed scales: what a row's extreme is of its scale (a little beyond the last code: the others gain more
 # than it loses), and the number of codes below 0.
 SIGNED = {"int4": (-8.0, 8), "int3": (-4.25, 4)}
+# Dimensions of a basis whose codes have halves, and what of a scale's 32 bits is the scale then.
+HALVES = 20
+SCALE_BITS = -1 << HALVES
 # Bytes of sixteen codes of three bits: four with the lower two bits of each, two with the upper ones.
 THREE_BITS = 6
 # Head dimensions are stored in whole vectors of this many floats.
@@ -43,7 +50,8 @@ class Store:
     int4     uint8 nibbles: keys (…, head_dim, 32) with key j in the low and key j + 32 in the high half of a byte,
              values (…, 64, wide / 2) with dimension i beside i + wide / 2.
     int3     uint8, sixteen codes in six bytes: keys (…, head_dim, 24), values (…, 64, wide / 16 · 6).
-    scales   (layers, blocks, kv_heads, 64) float32 for the keys and for the values; empty for floats.
+    scales   (layers, blocks, kv_heads, 64) float32 for the keys and for the values, in a basis with bits of codes in
+             them (`with_halves`); empty for floats.
     table    (request's blocks,) int64 on the CPU: where each of a request's blocks lies among `blocks`, which are a
              pool of pages then; −1: nowhere yet. None: the request's blocks are the memory's.
     """
@@ -78,6 +86,24 @@ class Store:
     def physical(self, slots: Tensor) -> Tensor:
         """Where some of the request's slots (n,) lie in the memory; int64 on the CPU."""
         return slots if self.table is None else self.table[slots // KEY_BLOCK] * KEY_BLOCK + slots % KEY_BLOCK
+
+
+def scale_of(scales: Tensor) -> Tensor:
+    """Scales (…,) float32 without the bits of codes in them."""
+    return (scales.view(torch.int32) & SCALE_BITS).view(torch.float32)
+
+
+def with_halves(scales: Tensor, halves: Tensor) -> Tensor:
+    """Short scales (…,) float32 with the halves (…, n) bool of their codes in them, n ≤ 20."""
+    places = torch.arange(halves.shape[-1], dtype=torch.int32, device=scales.device)
+    return (scales.view(torch.int32) | (halves.int() << places).sum(-1, dtype=torch.int32)).view(torch.float32)
+
+
+def halves_of(scales: Tensor, dim: int) -> Tensor:
+    """(…, dim) float32, 0 or 0.5: what codes of `dim` dimensions are more than is stored of them."""
+    places = torch.arange(min(dim, HALVES), dtype=torch.int32, device=scales.device)
+    found = (scales.view(torch.int32)[..., None] >> places & 1).float() / 2
+    return torch.nn.functional.pad(found, (0, dim - len(places)))
 
 
 def allocate(

@@ -5,7 +5,8 @@ arithmetic mean of the eigenvalues of √G C √G. Here it costs their geometric
 gives every dimension as many bits: a rotation makes the Cholesky factor R of √G C √G equal along its diagonal (the
 geometric mean decomposition: Jiang, Hager and Li, "The geometric mean decomposition", 2005), so that what is left of a
 dimension once those behind it are known is equally large for all; and what is rounded is that, by feedback (as in
-Tomlinson's and Harashima's precoder). Scores and outputs stay what they are but for rounding.
+Tomlinson's and Harashima's precoder). Dimensions whose codes have halves are made twice as large as the others (the
+same authors' "The generalized triangular decomposition", 2008). Scores and outputs stay what they are but for rounding.
 
 All in float64; the results are float32.
 """
@@ -15,7 +16,8 @@ import math
 import torch
 from torch import Tensor
 
-from runtime.kernels.basis import BACK, round_signed
+from runtime.kernels.basis import BACK, round_in_basis, rounded_back
+from runtime.kv_store import HALVES
 
 # Share of the mean that is added to what an error costs in every direction: calibration text is not all text.
 _COST = 1e-2
@@ -28,28 +30,33 @@ _TRIED = 2048
 _LEAST = 1e-9
 
 
-def equal_diagonal(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotation q (n, n) and upper triangular r with one number along its diagonal: diag(values) = q · r · zᵀ.
+def triangular(values: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotation q (n, n) and upper triangular r whose diagonal is in proportion to `shares`: diag(values) = q · r · zᵀ.
 
-    values  (n,) positive float64. z, a rotation too, is of no use here. Each step turns two rows and two columns so
-    that the first of the two diagonal entries becomes the geometric mean of all.
+    values  (n,) positive float64; shares (n,) likewise. z, a rotation too, is of no use here. Each step turns two rows
+            and two columns so that the first of the two diagonal entries becomes what it is to be: the nearest ones
+            that lie on either side of it. Where `values` are too equal for such shares the diagonal is as near as two
+            entries come.
     """
     count, r, q = len(values), torch.diag(values).double(), torch.eye(len(values), dtype=torch.float64)
-    mean = math.exp(float(values.double().log().mean()))
+    wanted = shares.double() * math.exp(float(values.double().log().mean() - shares.double().log().mean()))
     for k in range(count - 1):
-        diagonal = r.diagonal()[k:]
-        others = diagonal[1:]
-        other = k + 1 + int(others.argmin() if float(diagonal[0]) >= mean else others.argmax())
-        order = torch.arange(count)
-        order[k + 1], order[other] = other, k + 1
+        want, diagonal = float(wanted[k]), r.diagonal()[k:]
+        above, below = ((diagonal >= want).nonzero()[:, 0], (diagonal < want).nonzero()[:, 0])
+        if len(above) and len(below):
+            pair = [int(above[diagonal[above].argmin()]), int(below[diagonal[below].argmax()])]
+        else:
+            pair = diagonal.topk(2, largest=not len(above)).indices.tolist()
+        rest = [n for n in range(count - k) if n not in pair]
+        order = torch.tensor([*range(k), *(k + n for n in pair + rest)])
         r, q = r[order][:, order], q[:, order]
         a, b = float(r[k, k]), float(r[k + 1, k + 1])
-        # a and b stand on either side of the mean, or both are it.
-        share = (mean * mean - b * b) / (a * a - b * b) if abs(a - b) > 1e-12 * mean else 1.0
+        share = (want * want - b * b) / (a * a - b * b) if abs(a - b) > 1e-12 * want else 1.0
         c = math.sqrt(min(1.0, max(0.0, share)))
         s = math.sqrt(1.0 - c * c)
+        found = math.hypot(c * a, s * b)
         columns = torch.tensor([[c, -s], [s, c]], dtype=torch.float64)
-        rows = torch.tensor([[c * a, -s * b], [s * b, c * a]], dtype=torch.float64) / mean
+        rows = torch.tensor([[c * a, -s * b], [s * b, c * a]], dtype=torch.float64) / found
         r[:, k : k + 2] = r[:, k : k + 2] @ columns
         r[k : k + 2] = rows.T @ r[k : k + 2]
         q[:, k : k + 2] = q[:, k : k + 2] @ rows
@@ -70,9 +77,8 @@ def best_basis(rows: Tensor, cost: Tensor, signed: tuple[float, int], queries: b
 
 def rounding_cost(rows: Tensor, cost: Tensor, signed: tuple[float, int], basis: Tensor, queries: bool) -> float:
     """What the errors of rows (n, d) float32 cost in a basis, over what it would cost to forget them; 0 for zeros."""
-    codes, scale = round_signed(rows[:, None], signed, basis[None])
-    back = basis[BACK].T if queries else basis[BACK]
-    error = (codes[:, 0] * scale) @ back - rows
+    held = rounded_back(*round_in_basis(rows[:, None], signed, basis[None]))[:, 0]
+    error = held @ (basis[BACK].T if queries else basis[BACK]) - rows
     lost, whole = (float(((x @ cost) * x).sum(dtype=torch.float64)) for x in (error, rows))
     return max(lost, 0.0) / whole if whole > 0 else 0.0
 
@@ -90,12 +96,15 @@ def basis_of(moment: Tensor, cost: Tensor, queries: bool, share: float = SHARES[
     found, directions = torch.linalg.eigh((spread + spread.T) / 2)
     found = found.clamp_min(_LEAST * float(found.mean()))
     found = found + share * found.mean()
-    q, r = equal_diagonal(found.sqrt())
-    turn, unit = directions @ q, r / r.diagonal()
+    steps = torch.where(torch.arange(len(found)) < HALVES, 2.0, 1.0).double()
+    q, r = triangular(found.sqrt(), steps)
+    # A step of any code, a half's among them, costs the same.
+    turn, unit = directions @ q, r / r.diagonal() * steps
     # Rows as columns: x = back · codes · scale, and codes are near into · x / scale.
     back = inverse_root @ turn @ unit
     into = torch.linalg.solve_triangular(unit, turn.T @ root, upper=True)
-    return torch.stack((into.T, unit.T.tril(-1), back if queries else back.T)).float().contiguous()
+    feedback = (unit / steps[:, None]).T.tril(-1)
+    return torch.stack((into.T, feedback, back if queries else back.T)).float().contiguous()
 
 
 def _with_floor(matrix: Tensor, share: float) -> Tensor:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from runtime.checkpoints.record import StateShape
 from runtime.contract import FLOATS, CacheBasis, CacheKind, StateKind
-from runtime.kernels.basis import round_signed
+from runtime.kernels.basis import round_in_basis, round_signed
 from runtime.kernels.reference import quantize_rows
-from runtime.kv_store import KEY_BLOCK, LIMITS, SIGNED, THREE_BITS, VECTOR, Store
+from runtime.kv_store import KEY_BLOCK, LIMITS, SIGNED, THREE_BITS, VECTOR, Store, halves_of, scale_of
 
 STATE_DTYPES: dict[StateKind, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
 
@@ -119,10 +119,16 @@ class CacheFormat:
         if self.kind in PACKINGS:
             unpacked, _ = PACKINGS[self.kind]
             keys, values = unpacked(keys), unpacked(values)
-        keys = keys.float() * store.key_scale[layer, blocks].unsqueeze(-2)
+        keys, values = keys.float(), values.float()
+        key_scale, value_scale = store.key_scale[layer, blocks], store.value_scale[layer, blocks]
+        if self.basis is not None:
+            keys = keys + halves_of(key_scale, self.head_dim).transpose(-1, -2)
+            values = values + halves_of(value_scale, values.shape[-1])
+            key_scale, value_scale = scale_of(key_scale), scale_of(value_scale)
+        keys = keys * key_scale.unsqueeze(-2)
         if self.key_factor is not None:
             keys = keys * self.key_factor[layer].unsqueeze(-1)
-        return keys, values.float() * store.value_scale[layer, blocks].unsqueeze(-1)
+        return keys, values * value_scale.unsqueeze(-1)
 
     def move(self, store: Store, source: Tensor, target: Tensor) -> None:
         """Copies slots in all layers; what is read is read before anything is written."""
@@ -144,9 +150,9 @@ class CacheFormat:
 
     def _rounded(self, x: Tensor, basis: Tensor | None) -> tuple[Tensor, Tensor]:
         """Codes and scales of keys or values (n, kv_heads, d)."""
-        if basis is None and self.kind in LIMITS:
-            return quantize_rows(x, LIMITS[self.kind])
-        return round_signed(x, SIGNED[self.kind], basis)
+        if basis is not None:
+            return round_in_basis(x, SIGNED[self.kind], basis)
+        return quantize_rows(x, LIMITS[self.kind]) if self.kind in LIMITS else round_signed(x, SIGNED[self.kind])
 
 
 def _nibbles(packed: Tensor) -> Tensor:

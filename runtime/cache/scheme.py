@@ -7,6 +7,7 @@ config.json says it twice. Ours, whatever the weights' format:
     kind     int8, int4 or int3: per token and head, as quantizer.py rounds.
     tensors  `model.layers.N.self_attn.key_factor` (kv_heads, head_dim) float32 of every layer N that keeps keys.
     rotated  true: in place of factors `…key_basis` and `…value_basis` (kv_heads, 3, d, d) float32 (kernels/basis.py).
+    halves   beside rotated: leading dimensions whose codes have halves, 20. Earlier versions had none and wrote none.
 
 The tensors have a file of their own in a folder of their own: beside the weights transformers would report them as
 unexpected, and engines that read every *.safetensors of a directory would refuse them.
@@ -29,7 +30,7 @@ from runtime.checkpoints.record import HeadShape, KeyGroup
 from runtime.checkpoints.safetensors import Shards
 from runtime.contract import FLOATS, UNCALIBRATED, CacheBasis, CacheKind, CacheScheme
 from runtime.errors import UserError
-from runtime.kv_store import SIGNED
+from runtime.kv_store import HALVES, SIGNED
 
 TENSORS = "kv_cache/scales.safetensors"
 _OURS = "config.json: specpress.kv_cache"
@@ -70,7 +71,7 @@ def to_config(config: Mapping[str, Any], kind: CacheKind, rotated: bool = False)
     """config.json with both keys added, for a cache of `kind` (of codes). Raises ValueError for floats."""
     if kind in FLOATS:
         raise ValueError(f"a {kind} cache has no scheme")
-    said: dict[str, Any] = {"kind": kind, "tensors": TENSORS} | ({"rotated": True} if rotated else {})
+    said: dict[str, Any] = {"kind": kind, "tensors": TENSORS} | ({"rotated": True, "halves": HALVES} if rotated else {})
     ours = {**config.get("specpress", {}), "kv_cache": said}
     changed = {**config, "specpress": ours}
     if holds_scales(config):
@@ -106,6 +107,11 @@ def _ours(checkpoint: Checkpoint, said: Any, a: Architecture, device: torch.devi
             f" {said!r}"
         )
     tensors = Shards(checkpoint.path, said["tensors"])
+    if rotated and said.get("halves") != HALVES:
+        raise UserError(
+            f"{where} must have {HALVES} halves beside rotated, found {said.get('halves', 'none')}: these bases are of"
+            f" another version, whose codes were others; compress the model again by kv-{said['kind']}-rotated"
+        )
     if rotated:
         bases = tuple(_bases(checkpoint, tensors, a, group, device) for group in a.key_groups)
         return CacheScheme(said["kind"], bases=bases)

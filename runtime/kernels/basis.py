@@ -7,15 +7,22 @@ dimensions into each other, so that none of them stands out, and gives those tha
 
 Codes are found from the last to the first, and each makes up for the errors of those behind it, as in GPTQ
 (2210.17323): with t the row over its scale and c the codes,
-c[i] = round(t[i] + Σ_{j > i} (t[j] − c[j]) · feedback[j, i]). A scale has a sign: the row's extreme lies on the side
-that has a code more. Every sum goes first to last in float32 without fused products, so native/basis.cpp has the same
-bits.
+c[i] = round(t[i] + Σ_{j > i} (t[j] − c[j]) · feedback[j, i]). The first 20 are rounded to halves, whose last bits lie
+in the scale's word (kv_store.py). A scale has a sign: the row's extreme lies on the side that has a code more. Its
+short form and the next smaller ones are tried, and the first that loses least is taken. Every sum has one order, in
+float32 without fused products, so native/basis.cpp has the same bits.
 """
 
 import torch
 from torch import Tensor
 
+from runtime.kv_store import HALVES, SCALE_BITS, halves_of, scale_of, with_halves
+
 INTO, FEEDBACK, BACK = 0, 1, 2
+# Scales that are tried for each row.
+TRIED = 3
+_STEP = 1 << HALVES
+_INFINITE = 0x7F800000
 
 
 def turned(x: Tensor, matrices: Tensor) -> Tensor:
@@ -27,27 +34,71 @@ def turned(x: Tensor, matrices: Tensor) -> Tensor:
     return out
 
 
-def round_signed(x: Tensor, signed: tuple[float, int], basis: Tensor | None) -> tuple[Tensor, Tensor]:
+def round_signed(x: Tensor, signed: tuple[float, int]) -> tuple[Tensor, Tensor]:
     """Codes (n, heads, d) int8 of rows x (n, heads, d) float32, and their scales (n, heads), which may be negative.
 
     signed  what the extreme of a row is of its scale, and the number of codes below 0 (kv_store.SIGNED).
-    basis   (heads, 3, d, d) float32, or None: x as it is.
 
     A row of zeros has scale 0; one with a NaN has the scale NaN and codes 0.
     """
     limit, half = signed
-    x = x if basis is None else turned(x, basis[:, INTO])
-    highest, lowest = x.amax(-1).clamp_min(0.0), x.amin(-1).clamp_max(0.0)
-    scale = torch.where(highest >= -lowest, highest, lowest) / limit
-    inverse = torch.where(scale != 0, 1.0 / scale, torch.zeros_like(scale))
-    # A subnormal scale has an infinite inverse: such a row is zero for every purpose.
-    inverse = torch.where(torch.isinf(inverse), torch.zeros_like(inverse), inverse)
-    open_, bottom, top = x * inverse.unsqueeze(-1), float(-half), float(half - 1)
-    if basis is None:
-        return open_.round().clamp(bottom, top).nan_to_num(0.0).to(torch.int8), scale
-    left, codes = open_.clone(), torch.empty_like(open_)
+    scale = _extreme(x) / limit
+    codes = (x * _inverse(scale).unsqueeze(-1)).round().clamp(float(-half), float(half - 1))
+    return codes.nan_to_num(0.0).to(torch.int8), scale
+
+
+def round_in_basis(x: Tensor, signed: tuple[float, int], basis: Tensor) -> tuple[Tensor, Tensor]:
+    """`round_signed` in a basis (heads, 3, d, d) float32: codes without their halves, which are in the scales.
+
+    A row whose scale is NaN, infinite or below 2^-129 has codes 0.
+    """
+    x = turned(x, basis[:, INTO])
+    longest = (_extreme(x) / signed[0]).view(torch.int32)
+    # Away from zero, so that the first one cuts nothing off.
+    cut = (longest & ~SCALE_BITS != 0) & (longest & _INFINITE != _INFINITE)
+    words = (longest + cut.int() * _STEP) & SCALE_BITS
+    codes, scale = torch.empty_like(x), torch.empty_like(words)
+    least = torch.empty(words.shape, device=x.device)
+    for tried in range(TRIED):
+        # NaN, infinities and what would come to have another sign stay.
+        kept = (words & _INFINITE == _INFINITE) | (words & 0x7FFFFFFF < tried * _STEP)
+        word = torch.where(kept, words, words - tried * _STEP)
+        found, cost = _coded(x, word.view(torch.float32), signed[1], basis[:, FEEDBACK])
+        better = cost < least if tried else torch.ones_like(kept)
+        codes = torch.where(better.unsqueeze(-1), found, codes)
+        scale, least = torch.where(better, word, scale), torch.where(better, cost, least)
+    whole = codes.floor()
+    return whole.to(torch.int8), with_halves(scale.view(torch.float32), (codes != whole)[..., :HALVES])
+
+
+def rounded_back(codes: Tensor, scales: Tensor) -> Tensor:
+    """What `round_in_basis` made of rows, in the basis: (n, heads, d) float32."""
+    return (codes.float() + halves_of(scales, codes.shape[-1])) * scale_of(scales).unsqueeze(-1)
+
+
+def _coded(x: Tensor, scale: Tensor, half: int, feedback: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes (n, heads, d), halves among them, of rows by scales (n, heads); and what they lose, (n, heads): the sum of
+    what each is beside what it was to be, squared, where a half's step counts as one."""
+    open_ = x * _inverse(scale).unsqueeze(-1)
+    left, codes, cost = open_.clone(), torch.empty_like(open_), torch.zeros_like(scale)
     for i in reversed(range(x.shape[-1])):
-        codes[..., i] = left[..., i].round().clamp(bottom, top).nan_to_num(0.0)
-        lost = open_[..., i] - codes[..., i]
-        left[..., :i] += lost.unsqueeze(-1) * basis[:, FEEDBACK, i, :i]
-    return codes.to(torch.int8), scale
+        fine = 2.0 if i < HALVES else 1.0
+        wanted = left[..., i] * fine
+        code = wanted.round().clamp(-half * fine, half * fine - 1).nan_to_num(0.0)
+        missed = wanted - code
+        cost = cost + missed * missed
+        codes[..., i] = code / fine
+        left[..., :i] += (open_[..., i] - codes[..., i]).unsqueeze(-1) * feedback[:, i, :i]
+    return codes, cost * (scale * scale)
+
+
+def _extreme(x: Tensor) -> Tensor:
+    """The number of largest magnitude of each row, of two the positive one."""
+    highest, lowest = x.amax(-1).clamp_min(0.0), x.amin(-1).clamp_max(0.0)
+    return torch.where(highest >= -lowest, highest, lowest)
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """1 / scale; 0 where it is no finite number: such a row is zero for every purpose."""
+    inverse = torch.where(scale != 0, 1.0 / scale, torch.zeros_like(scale))
+    return torch.where(torch.isinf(inverse), torch.zeros_like(inverse), inverse)

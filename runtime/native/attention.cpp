@@ -6,9 +6,8 @@
 // 1805.02867; the fixed split is FlashDecoding's). So a row's bits depend neither on its neighbours nor on its slots, and
 // threads can share a long text (decoder.h, attend_all). Prefill, decoding, verification and trees are these functions.
 // Quantised keys and values are widened in registers, by the operations of `recall`: no float copy of a block is made.
-#include "cache.h"
+#include "attention_blocks.h"
 #include "kernels.h"
-#include "vec.h"
 
 namespace SPECPRESS_PATH {
 
@@ -34,80 +33,6 @@ int64_t attention_scratch(const Heads& h) {
 }
 
 int64_t tile_rows() { return QUERIES; }
-
-// ------------------------------------------------------------------------------------------------------- the blocks
-// 64 keys and values, each of a CacheKind: floats, or codes with a scale a key.
-struct Block {
-    int64_t key_kind, value_kind;
-    const void *keys, *values;
-    const float *key_scale, *value_scale;
-};
-
-// How sixteen keys at dimension d, or sixteen dimensions of value j, are read. What a reader multiplies by is loaded once.
-struct FloatBlock {
-    static constexpr bool CODES = false;
-    const float *keys, *values;
-    int64_t wide;
-    FloatBlock(const Block& b, int64_t width)
-        : keys(static_cast<const float*>(b.keys)), values(static_cast<const float*>(b.values)), wide(width) {}
-    F16 key(int64_t d, int v) const { return load(keys + d * KEYS + v * LANES); }
-    F16 value(int64_t j, int64_t d, F16) const { return load(values + j * wide + d); }
-    F16 key_scale(int) const { return zero(); }
-    F16 value_scale(int64_t) const { return zero(); }
-    static F16 scaled(F16 x, F16) { return x; }
-};
-
-struct Int8Block {
-    static constexpr bool CODES = true;
-    const int8_t *keys, *values;
-    const float *key_scales, *value_scales;
-    int64_t wide;
-    Int8Block(const Block& b, int64_t width)
-        : keys(static_cast<const int8_t*>(b.keys)), values(static_cast<const int8_t*>(b.values)), key_scales(b.key_scale),
-          value_scales(b.value_scale), wide(width) {}
-    F16 key(int64_t d, int v) const { return load_bytes(keys + d * KEYS + v * LANES); }
-    F16 value(int64_t j, int64_t d, F16 scale) const { return mul(load_bytes(values + j * wide + d), scale); }
-    F16 key_scale(int v) const { return load(key_scales + v * LANES); }
-    F16 value_scale(int64_t j) const { return set(value_scales[j]); }
-    static F16 scaled(F16 code, F16 scale) { return mul(code, scale); }
-};
-
-// Key j beside key j + 32, dimension i beside i + wide / 2, which is whole vectors here.
-struct Int4Block {
-    static constexpr bool CODES = true;
-    const uint8_t *keys, *values;
-    const float *key_scales, *value_scales;
-    int64_t half;
-    Int4Block(const Block& b, int64_t width)
-        : keys(static_cast<const uint8_t*>(b.keys)), values(static_cast<const uint8_t*>(b.values)), key_scales(b.key_scale),
-          value_scales(b.value_scale), half(width / 2) {}
-    F16 key(int64_t d, int v) const {
-        constexpr int HALF = KEYS / LANES / 2;
-        return load_nibbles(keys + d * (KEYS / 2) + v % HALF * LANES, v < HALF ? 0 : 4);
-    }
-    F16 value(int64_t j, int64_t d, F16 scale) const {
-        return scaled_nibbles(values + j * half + (d < half ? d : d - half), d < half ? 0 : 4, scale);
-    }
-    F16 key_scale(int v) const { return load(key_scales + v * LANES); }
-    F16 value_scale(int64_t j) const { return nibble_table(value_scales[j]); }
-    static F16 scaled(F16 code, F16 scale) { return mul(code, scale); }
-};
-
-// Groups of sixteen codes, six bytes each: of keys at one dimension, of dimensions of one value.
-struct Int3Block {
-    static constexpr bool CODES = true;
-    const uint8_t *keys, *values;
-    const float *key_scales, *value_scales;
-    int64_t row;
-    Int3Block(const Block& b, int64_t width)
-        : keys(static_cast<const uint8_t*>(b.keys)), values(static_cast<const uint8_t*>(b.values)), key_scales(b.key_scale),
-          value_scales(b.value_scale), row(width / LANES * THREE_BITS) {}
-    F16 key(int64_t d, int v) const { return load_three_bits(keys + (d * (KEYS / LANES) + v) * THREE_BITS); }
-    F16 value(int64_t j, int64_t d, F16 scale) const { return scaled_three_bits(values + j * row + d / LANES * THREE_BITS, scale); }
-    F16 key_scale(int v) const { return load(key_scales + v * LANES); }
-    F16 value_scale(int64_t j) const { return three_bit_table(value_scales[j]); }
-    static F16 scaled(F16 code, F16 scale) { return mul(code, scale); }
-};
 
 // ----------------------------------------------------------------------------------------------------- the products
 // Scores of M queries against V · 16 keys of a block, from vector `first`.
@@ -233,8 +158,9 @@ static void score_all(int64_t rows, const float* q, int64_t dim, int64_t wide, c
         while (first < last && blocks[first].key_kind == kind) first++;
         const auto any = kind == CACHE_F32    ? score_any<FloatBlock>
                          : kind == CACHE_INT8 ? score_any<Int8Block>
-                         : kind == CACHE_INT4 ? score_any<Int4Block>
-                                              : score_any<Int3Block>;
+                         : kind == CACHE_INT4 ? (blocks[begin].halves ? score_any<PackedBlock<Nibbles, true>> : score_any<PackedBlock<Nibbles, false>>)
+                         : blocks[begin].halves ? score_any<PackedBlock<Threes, true>>
+                                                : score_any<PackedBlock<Threes, false>>;
         any(rows, q, dim, wide, blocks + begin, first - begin, factor, scores + begin * KEYS);
     }
 }
@@ -246,10 +172,12 @@ static void mix_all(int64_t rows, const float* weights, const Block* blocks, Ran
         const int64_t kind = blocks[end].value_kind;
         while (end * KEYS < r.last && blocks[end].value_kind == kind) end++;
         const Range run = {r.first, r.last < end * KEYS ? r.last : end * KEYS, r.more};
+        const bool halves = blocks[r.first / KEYS].halves;
         const auto any = kind == CACHE_F32    ? mix_any<FloatBlock>
                          : kind == CACHE_INT8 ? mix_any<Int8Block>
-                         : kind == CACHE_INT4 ? mix_any<Int4Block>
-                                              : mix_any<Int3Block>;
+                         : kind == CACHE_INT4 ? (halves ? mix_any<PackedBlock<Nibbles, true>> : mix_any<PackedBlock<Nibbles, false>>)
+                         : halves             ? mix_any<PackedBlock<Threes, true>>
+                                              : mix_any<PackedBlock<Threes, false>>;
         any(rows, weights, blocks, run, wide, out);
         r = {run.last, r.last, true};
     }
@@ -294,9 +222,9 @@ static Block stored(const AttentionCall& c, const Store& s, int64_t kv_head, int
     if (h.cache_kind == CACHE_F32) return {CACHE_F32, CACHE_F32, keys, values, nullptr, nullptr};
     const float *key_scale = s.key_scale + at * KEYS, *value_scale = s.value_scale + at * KEYS;
     if (h.cache_kind != CACHE_INT4 || wide / 2 % LANES == 0)
-        return {h.cache_kind, h.cache_kind, keys, values, key_scale, value_scale};
-    widen_halves(values, value_scale, wide, own_values);
-    return {h.cache_kind, CACHE_F32, keys, own_values, key_scale, nullptr};
+        return {h.cache_kind, h.cache_kind, keys, values, key_scale, value_scale, h.key_basis != nullptr};
+    widen_nibbles(values, value_scale, wide, h.key_basis != nullptr, own_values);
+    return {h.cache_kind, CACHE_F32, keys, own_values, key_scale, nullptr, h.key_basis != nullptr};
 }
 
 void attend_split(const AttentionCall& c, const AttentionUnit& u, int64_t split, float* scratch, float* part) {

@@ -5,6 +5,7 @@ namespace SPECPRESS_PATH {
 
 using namespace specpress;
 
+constexpr uint32_t TRIED = 3;     // scales of a row
 constexpr int64_t WIDEST = 1024;  // dimensions of a head (model/native.py, MOST)
 
 void turn(const float* x, const float* matrix, int64_t size, float* out) {
@@ -13,29 +14,80 @@ void turn(const float* x, const float* matrix, int64_t size, float* out) {
         for (int64_t i = 0; i < size; i++) out[i] = out[i] + x[j] * matrix[i];
 }
 
-float round_signed(const float* x, int64_t size, float limit, int32_t half, const float* into, const float* feedback, int32_t* codes) {
-    float open[WIDEST], left[WIDEST];
-    if (into) turn(x, into, size, open);
+// The number of largest magnitude, of two the positive one; NaN where there is one.
+static float extreme_of(const float* x, int64_t size) {
     float highest = 0.0f, lowest = 0.0f;
     for (int64_t i = 0; i < size; i++) {
-        const float v = into ? open[i] : x[i];
-        highest = v > highest || v != v ? v : highest;
-        lowest = v < lowest || v != v ? v : lowest;
+        highest = x[i] > highest || x[i] != x[i] ? x[i] : highest;
+        lowest = x[i] < lowest || x[i] != x[i] ? x[i] : lowest;
     }
-    const float scale = (highest >= -lowest ? highest : lowest) / limit;
-    float inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
-    if (std::isinf(inverse)) inverse = 0.0f;
-    for (int64_t i = 0; i < size; i++) left[i] = open[i] = (into ? open[i] : x[i]) * inverse;
+    return highest >= -lowest ? highest : lowest;
+}
+
+static float inverse_of(float scale) {
+    const float inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
+    return std::isinf(inverse) ? 0.0f : inverse;
+}
+
+// The nearest code bottom..top; 0 for NaN.
+static float code_of(float x, float bottom, float top) {
+    const float nearest = std::nearbyint(x);
+    return nearest != nearest ? 0.0f : nearest < bottom ? bottom : nearest > top ? top : nearest;
+}
+
+float round_signed(const float* x, int64_t size, float limit, int32_t half, int32_t* codes) {
+    const float scale = extreme_of(x, size) / limit, inverse = inverse_of(scale);
+    const float bottom = static_cast<float>(-half), top = static_cast<float>(half - 1);
+    for (int64_t i = 0; i < size; i++) codes[i] = static_cast<int32_t>(code_of(x[i] * inverse, bottom, top));
+    return scale;
+}
+
+// Codes by one scale, halves among them, and what they lose.
+static float coded(const float* x, int64_t size, float scale, int32_t half, const float* feedback, float* codes) {
+    float open[WIDEST], left[WIDEST], cost = 0.0f;
+    const float inverse = inverse_of(scale);
+    for (int64_t i = 0; i < size; i++) left[i] = open[i] = x[i] * inverse;
     for (int64_t i = size - 1; i >= 0; i--) {
-        const float nearest = std::nearbyint(left[i]), top = static_cast<float>(half - 1), bottom = static_cast<float>(-half);
-        const float code = nearest != nearest ? 0.0f : nearest < bottom ? bottom : nearest > top ? top : nearest;
-        codes[i] = static_cast<int32_t>(code);
-        if (!feedback) continue;
-        const float lost = open[i] - code;
+        const float fine = i < HALVES ? 2.0f : 1.0f, all = static_cast<float>(half) * fine;
+        const float wanted = left[i] * fine, code = code_of(wanted, -all, all - 1.0f), missed = wanted - code;
+        cost = cost + missed * missed;
+        codes[i] = code / fine;
+        const float lost = open[i] - codes[i];
         const float* row = feedback + i * size;
         for (int64_t j = 0; j < i; j++) left[j] = left[j] + lost * row[j];
     }
-    return scale;
+    return cost * (scale * scale);
+}
+
+float round_in_basis(const float* x, int64_t size, float limit, int32_t half, const float* basis, int32_t* codes) {
+    constexpr uint32_t STEP = 1u << HALVES, INFINITE = 0x7f800000u;
+    float within[WIDEST], found[WIDEST], best[WIDEST], least = 0.0f;
+    turn(x, basis, size, within);
+    const float longest = extreme_of(within, size) / limit;
+    uint32_t first, word = 0;
+    std::memcpy(&first, &longest, 4);
+    // Away from zero, so that the first one cuts nothing off.
+    const bool cut = first % STEP != 0 && (first & INFINITE) != INFINITE;
+    first = (first + (cut ? STEP : 0)) & SCALE_BITS;
+    for (uint32_t tried = 0; tried < TRIED; tried++) {
+        // NaN, infinities and what would come to have another sign stay.
+        const bool kept = (first & INFINITE) == INFINITE || (first & 0x7fffffffu) < tried * STEP;
+        const uint32_t next = kept ? first : first - tried * STEP;
+        float scale;
+        std::memcpy(&scale, &next, 4);
+        const float cost = coded(within, size, scale, half, basis + size * size, found);
+        if (tried && !(cost < least)) continue;
+        least = cost, word = next;
+        std::memcpy(best, found, static_cast<size_t>(size) * 4);
+    }
+    for (int64_t i = 0; i < size; i++) {
+        const float whole = std::floor(best[i]);
+        codes[i] = static_cast<int32_t>(whole);
+        if (i < HALVES && best[i] != whole) word |= 1u << i;
+    }
+    float out;
+    std::memcpy(&out, &word, 4);
+    return out;
 }
 
 int32_t three_bits(const uint8_t* row, int64_t i) {

@@ -30,10 +30,11 @@ static float round_row(const float* x, int64_t dim, float limit, int32_t* codes)
 
 // Codes of one row of keys or values; the basis is null where it is stored as it is.
 static float round_part(const Heads& h, const float* basis, int64_t layer, int64_t head, const float* x, int64_t dim, int32_t* codes) {
-    const float* into = basis ? basis_part(basis, h, layer, head, dim, 0) : nullptr;
-    const float* feedback = basis ? basis_part(basis, h, layer, head, dim, 1) : nullptr;
-    if (h.cache_kind == CACHE_INT3) return round_signed(x, dim, INT3_LIMIT, 4, into, feedback, codes);
-    if (basis) return round_signed(x, dim, INT4_LIMIT, 8, into, feedback, codes);
+    const float* own = basis ? basis_part(basis, h, layer, head, dim, 0) : nullptr;
+    const bool three = h.cache_kind == CACHE_INT3;
+    const float limit = three ? INT3_LIMIT : INT4_LIMIT;
+    if (own) return round_in_basis(x, dim, limit, three ? 4 : 8, own, codes);
+    if (three) return round_signed(x, dim, limit, 4, codes);
     return round_row(x, dim, h.cache_kind == CACHE_INT4 ? 7.0f : 127.0f, codes);
 }
 
@@ -90,24 +91,29 @@ void recall(const AttentionCall& c, const Store& s, int64_t head, int64_t slot, 
         std::memcpy(value, static_cast<const float*>(s.values) + (at.block * KEYS + at.inside) * wide, static_cast<size_t>(values) * 4);
         return;
     }
-    const float ks = s.key_scale[at.block * KEYS + at.inside], vs = s.value_scale[at.block * KEYS + at.inside];
+    const float key_word = s.key_scale[at.block * KEYS + at.inside], value_word = s.value_scale[at.block * KEYS + at.inside];
+    const bool halves = h.key_basis != nullptr;
+    const float ks = halves ? short_scale(key_word) : key_word, vs = halves ? short_scale(value_word) : value_word;
     const float* factor = h.key_factor ? h.key_factor + (c.layer * h.kv_heads + head) * dim : nullptr;
     const auto* k = static_cast<const uint8_t*>(s.keys) + at.block * dim * row_bytes(h, KEYS);
     const auto* v = static_cast<const uint8_t*>(s.values) + (at.block * KEYS + at.inside) * row_bytes(h, wide);
     for (int64_t d = 0; d < dim; d++, k += row_bytes(h, KEYS)) {
-        const float x = static_cast<float>(code_at(h, k, KEYS, at.inside)) * ks;
+        const float code = static_cast<float>(code_at(h, k, KEYS, at.inside)) + (halves ? half_at(key_word, d) : 0.0f), x = code * ks;
         key[d * KEYS] = factor ? x * factor[d] : x;
     }
-    for (int64_t d = 0; d < values; d++) value[d] = static_cast<float>(code_at(h, v, wide, d)) * vs;
+    for (int64_t d = 0; d < values; d++)
+        value[d] = (static_cast<float>(code_at(h, v, wide, d)) + (halves ? half_at(value_word, d) : 0.0f)) * vs;
 }
 
-void widen_halves(const uint8_t* values, const float* scales, int64_t wide, float* out) {
+void widen_nibbles(const uint8_t* values, const float* scales, int64_t wide, bool halves, float* out) {
     const int64_t half = wide / 2;
-    for (int64_t j = 0; j < KEYS; j++, values += half, out += wide)
-        for (int64_t d = 0; d < half; d++) {
-            out[d] = static_cast<float>((values[d] & 15) - 8) * scales[j];
-            out[half + d] = static_cast<float>((values[d] >> 4) - 8) * scales[j];
+    for (int64_t j = 0; j < KEYS; j++, values += half, out += wide) {
+        const float scale = halves ? short_scale(scales[j]) : scales[j];
+        for (int64_t d = 0; d < wide; d++) {
+            const int32_t code = (d < half ? values[d] & 15 : values[d - half] >> 4) - 8;
+            out[d] = (static_cast<float>(code) + (halves ? half_at(scales[j], d) : 0.0f)) * scale;
         }
+    }
 }
 
 }  // namespace SPECPRESS_PATH

@@ -59,6 +59,7 @@ class Heads:
     value_dim  dimensions of a value; None: as many as of a key.
     softcap  c: a score s counts as c · tanh(s / c); 0: as it is.
     sinks   (queries,) float32: scores besides, which have no values.
+    in_basis  keys and values are stored in a basis: q is in the keys', and so is what comes out in the values'.
     """
 
     queries: int
@@ -71,6 +72,7 @@ class Heads:
     value_dim: int | None = None
     softcap: float = 0.0
     sinks: Tensor | None = None
+    in_basis: bool = False
 
     @property
     def values(self) -> int:
@@ -100,6 +102,7 @@ def shape_for(count: int, dim: int, kind: CacheKind, heads: Heads, tile: int, sh
         chunked=heads.chunked,
         softcap=heads.softcap / math.log(2.0),
         kind=kind,
+        in_basis=heads.in_basis,
         interpreted=interpreted(),
     )
 

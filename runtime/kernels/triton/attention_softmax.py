@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from runtime.contract import CacheKind
+from runtime.kernels.triton.basis import halves_of, short_scale
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Shape:
     value_dim        dimensions of a value; `wide` as they are stored, `padded` as a tile holds them.
     block, split     keys of one step, and logical positions of one split.
     window           last keys that a row sees; 0: all. chunked: those of its own chunk of so many positions.
+    in_basis         keys and values are: their codes have halves.
     softcap          c: a score s counts as c · tanh(s / c); 0: as it is. In units of ln 2, as scores are here.
     """
 
@@ -46,6 +48,7 @@ class Shape:
     chunked: bool
     softcap: float
     kind: CacheKind
+    in_basis: bool
     interpreted: bool
 
 
@@ -171,13 +174,20 @@ def load_keys(keys, scales, block, inside, head, SHAPE: tl.constexpr):
         scale = tl.full(inside.shape, 1.0, tl.float32)
     else:
         scale = tl.load(scales + page * 64 + inside)
+        if SHAPE.in_basis:
+            high += halves_of(scale[None, :], tl.arange(0, SHAPE.first)[:, None])
+            low = high
+            scale = short_scale(scale)
+            if SHAPE.rest == 0:
+                more_high = high
+                more_low = high
     return high, low, more_high, more_low, scale
 
 
 @triton.jit
 def load_values(values, scales, block, inside, seen, head, SHAPE: tl.constexpr):
     """Values (n, padded) as float16 terms and scales (n,); zero where not `seen` (n,), for 0 · ∞ is no number."""
-    _, column, exists = columns(SHAPE)
+    dimension, column, exists = columns(SHAPE)
     size: tl.constexpr = SHAPE.wide // 2 if SHAPE.kind == "int4" else SHAPE.wide
     packed: tl.constexpr = SHAPE.wide // 16 * 6
     slot = (block.to(tl.int64) * SHAPE.kv_heads + head) * 64 + inside
@@ -199,6 +209,9 @@ def load_values(values, scales, block, inside, seen, head, SHAPE: tl.constexpr):
             high = (((held.to(tl.int32) >> shift[None, :]) & 15) - 8).to(tl.float16)
         else:
             high = held.to(tl.float16)
+        if SHAPE.in_basis:
+            high += halves_of(scale[:, None], dimension[None, :])
+            scale = short_scale(scale)
     if SHAPE.kind != "float32":
         low = high
     return high, low, scale

@@ -8,8 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.kernels.basis import BACK
+from runtime.kernels.basis import BACK, TRIED
 from runtime.kernels.triton.exact import nearest
+from runtime.kv_store import HALVES, SCALE_BITS
+
+_HALVES, _TRIED = tl.constexpr(HALVES), tl.constexpr(TRIED)
+_SHORT, _STEP = tl.constexpr(SCALE_BITS), tl.constexpr(1 << HALVES)
 
 
 def turn_back(x: Tensor, basis: Tensor) -> Tensor:
@@ -54,34 +58,89 @@ def turned_registers(x, matrix, d, real, DIM: tl.constexpr, PADDED: tl.constexpr
 
 
 @triton.jit
-def rounded_signed(x, d, real, feedback, LIMIT: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr):
-    """round_signed of one row, whose entry d stands where `d` says (one-dimensional, `real` entries only): codes as
-    float32, and the scale. feedback (DIM, DIM) or None."""
-    bad = tl.max((real & (x != x)).to(tl.int32), axis=0) > 0
-    highest = tl.maximum(tl.max(tl.where(real, x, 0.0), axis=0), 0.0)
-    lowest = tl.minimum(tl.min(tl.where(real, x, 0.0), axis=0), 0.0)
-    scale = tl.div_rn(tl.where(highest >= -lowest, highest, lowest), LIMIT)
-    scale = tl.where(bad, float("nan"), scale)
-    inverse = tl.where(scale != 0.0, tl.div_rn(1.0, scale), 0.0)
-    inverse = tl.where(tl.abs(inverse) == float("inf"), 0.0, inverse)
-    open_ = tl.where(real, x * inverse, 0.0)
-    if feedback is None:
-        code = _within(nearest(open_), HALF)
-    else:
-        left = open_
-        code = tl.zeros_like(open_)
-        for n in range(DIM):
-            i = DIM - 1 - n
-            here = real & (d == i)
-            own = _within(nearest(tl.sum(tl.where(here, left, 0.0), axis=0)), HALF)
-            lost = tl.sum(tl.where(here, open_, 0.0), axis=0) - own
-            code = tl.where(here, own, code)
-            left += lost * tl.load(feedback + i * DIM + d, mask=real & (d < i), other=0.0)
-    return code, scale
+def rounded_signed(x, real, LIMIT: tl.constexpr, HALF: tl.constexpr):
+    """round_signed of one row (one-dimensional, `real` entries only): codes as float32, and the scale."""
+    scale = tl.div_rn(_extreme(x, real), LIMIT)
+    return _within(nearest(tl.where(real, x * _inverse(scale), 0.0)), -HALF, HALF - 1), scale
 
 
 @triton.jit
-def _within(code, HALF: tl.constexpr):
-    """A code −HALF..HALF − 1; 0 for NaN."""
-    code = tl.where(code < -HALF, -HALF, tl.where(code > HALF - 1, HALF - 1, code))
+def rounded_in_basis(x, d, real, feedback, LIMIT: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr):
+    """round_in_basis of one row that is in the basis, whose entry d stands where `d` says (`real` entries only): codes
+    without halves as float32, and the scale with them. feedback (DIM, DIM)."""
+    longest = tl.div_rn(_extreme(x, real), LIMIT).to(tl.int32, bitcast=True)
+    infinite: tl.constexpr = 0x7F800000
+    cut = ((longest & (_STEP - 1)) != 0) & ((longest & infinite) != infinite)
+    first = (longest + tl.where(cut, _STEP, 0)) & _SHORT
+    code, least = _coded(x, d, real, first.to(tl.float32, bitcast=True), feedback, HALF, DIM)
+    best = first
+    for tried in tl.static_range(1, _TRIED):
+        kept = ((first & infinite) == infinite) | ((first & 0x7FFFFFFF) < tried * _STEP)
+        word = tl.where(kept, first, first - tried * _STEP)
+        found, cost = _coded(x, d, real, word.to(tl.float32, bitcast=True), feedback, HALF, DIM)
+        better = cost < least
+        code = tl.where(better, found, code)
+        best = tl.where(better, word, best)
+        least = tl.where(better, cost, least)
+    whole = tl.floor(code)
+    fine = real & (d < _HALVES) & (code != whole)
+    halves = tl.sum(tl.where(fine, 1 << tl.where(fine, d, 0), 0), axis=0)
+    return whole, (best | halves).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _coded(x, d, real, scale, feedback, HALF: tl.constexpr, DIM: tl.constexpr):
+    """Codes of one row by a scale, halves among them, as float32; and what they lose."""
+    open_ = tl.where(real, x * _inverse(scale), 0.0)
+    left = open_
+    code = tl.zeros_like(open_)
+    cost = scale * 0.0
+    for n in range(DIM):
+        i = DIM - 1 - n
+        here = real & (d == i)
+        fine = tl.where(i < _HALVES, 2.0, 1.0)
+        wanted = tl.sum(tl.where(here, left, 0.0), axis=0) * fine
+        own = _within(nearest(wanted), -HALF * fine, HALF * fine - 1.0)
+        missed = wanted - own
+        cost += missed * missed
+        own = own / fine
+        lost = tl.sum(tl.where(here, open_, 0.0), axis=0) - own
+        code = tl.where(here, own, code)
+        left += lost * tl.load(feedback + i * DIM + d, mask=real & (d < i), other=0.0)
+    return code, cost * (scale * scale)
+
+
+@triton.jit
+def short_scale(scale):
+    """A scale without the bits of codes in it (kv_store.scale_of)."""
+    return (scale.to(tl.int32, bitcast=True) & _SHORT).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def halves_of(scale, d):
+    """What codes of dimensions d have beside what is stored of them, 0 or 0.5 in float16; `scale` has d's shape or is
+    broadcast to it."""
+    bit = scale.to(tl.int32, bitcast=True) >> tl.minimum(d, _HALVES)
+    return tl.where(d < _HALVES, (bit & 1).to(tl.float16) * 0.5, 0.0).to(tl.float16)
+
+
+@triton.jit
+def _extreme(x, real):
+    """The entry of largest magnitude, of two the positive one; NaN where one is."""
+    bad = tl.max((real & (x != x)).to(tl.int32), axis=0) > 0
+    highest = tl.maximum(tl.max(tl.where(real, x, 0.0), axis=0), 0.0)
+    lowest = tl.minimum(tl.min(tl.where(real, x, 0.0), axis=0), 0.0)
+    return tl.where(bad, float("nan"), tl.where(highest >= -lowest, highest, lowest))
+
+
+@triton.jit
+def _inverse(scale):
+    inverse = tl.where(scale != 0.0, tl.div_rn(1.0, scale), 0.0)
+    return tl.where(tl.abs(inverse) == float("inf"), 0.0, inverse)
+
+
+@triton.jit
+def _within(code, bottom, top):
+    """A code bottom..top; 0 for NaN."""
+    code = tl.where(code < bottom, bottom, tl.where(code > top, top, code))
     return tl.where(code == code, code, 0.0)

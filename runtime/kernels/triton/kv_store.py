@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from runtime.contract import FLOATS, CacheKind
-from runtime.kernels.triton.basis import rounded_signed, turned_memory, turned_registers
+from runtime.kernels.triton.basis import rounded_in_basis, rounded_signed, turned_memory, turned_registers
 from runtime.kernels.triton.exact import nearest
 from runtime.kv_store import LIMITS, SIGNED, VECTOR, Store
 
@@ -106,9 +106,9 @@ def write_key(x, memory, scales, slot, head, basis, CACHE: tl.constexpr):
             own = basis + head * (3 * CACHE.dim * CACHE.dim)
             x = turned_registers(x, own, d, d < CACHE.dim, CACHE.dim, CACHE.padded)
             feedback = own + CACHE.dim * CACHE.dim
-            code, scale = rounded_signed(x, d, d < CACHE.dim, feedback, CACHE.signed_limit, CACHE.half, CACHE.dim)
+            code, scale = rounded_in_basis(x, d, d < CACHE.dim, feedback, CACHE.signed_limit, CACHE.half, CACHE.dim)
         elif CACHE.kind == "int3":
-            code, scale = rounded_signed(x, d, d < CACHE.dim, None, CACHE.signed_limit, CACHE.half, CACHE.dim)
+            code, scale = rounded_signed(x, d < CACHE.dim, CACHE.signed_limit, CACHE.half)
         else:
             code, scale = rounded(x, CACHE.limit)
         tl.store(scales + page * 64 + inside, scale)
@@ -149,10 +149,10 @@ def value_codes(source, d, real, head, basis, CACHE: tl.constexpr):
         own = basis + head * (3 * CACHE.dim * CACHE.dim)
         x = turned_memory(source, own, d, real, CACHE.dim, CACHE.padded)
         feedback = own + CACHE.dim * CACHE.dim
-        code, scale = rounded_signed(x, d, real, feedback, CACHE.signed_limit, CACHE.half, CACHE.dim)
+        code, scale = rounded_in_basis(x, d, real, feedback, CACHE.signed_limit, CACHE.half, CACHE.dim)
     elif CACHE.kind == "int3":
         x = tl.load(source + d, mask=real, other=0.0)
-        code, scale = rounded_signed(x, d, real, None, CACHE.signed_limit, CACHE.half, CACHE.dim)
+        code, scale = rounded_signed(x, real, CACHE.signed_limit, CACHE.half)
     else:
         code, scale = rounded(tl.load(source + d, mask=real, other=0.0), CACHE.limit)
     return code, scale

@@ -83,7 +83,8 @@ def hidden_states(
         weights = block.attention
         assert isinstance(weights, Attention)
         store, layer, factor, basis = memory.of(a.places[number][0])
-        heads = replace(of_layer[number], window=weights.window, sinks=weights.sinks, factor=factor)
+        said = {"window": weights.window, "sinks": weights.sinks, "factor": factor, "in_basis": basis is not None}
+        heads = replace(of_layer[number], **said)
         normed = _normed(read, block.input_norm, weights.qkv, a, a.attention_scales[0])
         q, k, v = projected(_joined(weights.qkv, normed), weights, heads, a)
         angles, norms = (still, still), (weights.q_norm, weights.k_norm)

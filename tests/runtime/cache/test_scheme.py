@@ -19,6 +19,7 @@ from runtime.checkpoints.open import open_checkpoint
 from runtime.contract import CacheKind, Decoder, Rows
 from runtime.errors import UserError
 from runtime.generate import app
+from runtime.kv_store import HALVES
 from runtime.speculate import CacheOptions
 
 KINDS: tuple[CacheKind, ...] = ("int8", "int4")
@@ -168,9 +169,10 @@ def test_what_is_wrong_is_named(tiny: Callable[..., Path], tmp_path: Path) -> No
 
 
 def test_what_is_wrong_with_bases_is_named(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    def rotated(out: Path, kind: CacheKind, basis: Tensor) -> Path:
+    def rotated(out: Path, kind: CacheKind, basis: Tensor, halves: int | None = HALVES) -> Path:
         artifact(tiny("llama"), out, "int4")
-        changed(out, lambda config: config["specpress"]["kv_cache"].update(kind=kind, rotated=True))
+        said = {"kind": kind, "rotated": True} | ({} if halves is None else {"halves": halves})
+        changed(out, lambda config: config["specpress"]["kv_cache"].update(said))
         names = [kv_scheme.basis_name(layer, part) for layer in range(LAYERS) for part in ("key", "value")]
         save_file({name: basis.clone() for name in names}, out / kv_scheme.TENSORS)
         return out
@@ -187,6 +189,9 @@ def test_what_is_wrong_with_bases_is_named(tiny: Callable[..., Path], tmp_path: 
     for number, (kind, basis, message) in enumerate(wrong):
         with pytest.raises(UserError, match=message):
             load(rotated(tmp_path / str(number), kind, basis))
+    for halves, said in ((None, "none"), (16, "16")):
+        with pytest.raises(UserError, match=f"found {said}: these bases are of another version.*kv-int3-rotated"):
+            load(rotated(tmp_path / f"halves {said}", "int3", good, halves))
 
 
 def test_a_configuration_without_groups_needs_a_cache_scheme(path: Path, tmp_path: Path) -> None:
