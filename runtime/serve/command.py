@@ -21,14 +21,18 @@ _GENERIC = ("model",)  # folder names that say nothing: then the run folder abov
 class ServeOptions:
     """Of `serve`."""
 
-    target: Annotated[
-        list[str],
-        typer.Option(
-            help="A run folder, model directory, GGUF file or hub name; as NAME=PATH under a name of its own."
-            " May be repeated: one engine each.",
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="TARGET",
+            help="Run folders, model directories, GGUF files or hub names, one engine each; as NAME=PATH under a name"
+            " of its own.",
             show_default=False,
         ),
-    ]
+    ] = None
+    target: Annotated[list[str] | None, typer.Option(help="The same as an option. Repeatable.", show_default=False)] = (
+        None
+    )
     draft: Annotated[
         str | None,
         typer.Option(
@@ -136,10 +140,16 @@ app.command()(serve)
 
 
 def model_settings(options: ServeOptions) -> list[ModelSettings]:
-    """One for each target; draft, corpus and drafter are the first one's. Raises UserError for a name given twice."""
+    """One for each target; draft, corpus and drafter are the first one's.
+
+    Raises UserError for no target, and for a name given twice.
+    """
     first: ModelSettings | None = None
     found: dict[str, ModelSettings] = {}
-    for said in options.target:
+    targets = [*(options.targets or ()), *(options.target or ())]
+    if not targets:
+        raise UserError("name a model to serve: a run folder, a model directory, a GGUF file or a hub name")
+    for said in targets:
         name, path = _named(said)
         if name in found:
             raise UserError(f"--target: two models would be called {name!r}; name one with NAME=PATH")

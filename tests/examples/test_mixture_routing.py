@@ -24,7 +24,7 @@ SMALL = {
     "qwen2": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 96, "intermediate_size": 64},
 }
 _SIZES = {"hidden_size": 544, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}
-_ENDS = {"vocab_size": 400, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+_ENDS = {"vocab_size": 2000, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def example() -> Iterator[ModuleType]:
 
 @pytest.mark.parametrize("form", ["qwen2", pytest.param("olmoe", marks=pytest.mark.slow)])
 def test_tokens_go_where_they_were_sent(
-    form: str, example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: str, example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     about = example.FORMS[form]
     sizes = {**SHAPES[about.shape].config, **_SIZES, **SMALL[form], **_ENDS}
@@ -61,6 +61,13 @@ def test_tokens_go_where_they_were_sent(
         # Of each layer every expert that any row goes to, once.
         marked = torch.zeros(2, 64).scatter_(1, chosen[:2, ids % TOKENS].flatten(1), 1.0)
         assert decoder.experts_read - before == marked.sum() < 2 * 8 * max(width, 1.5)
+    for name, value in {"PROMPTS": 2, "FIRST": 1, "NEW_TOKENS": 12}.items():
+        monkeypatch.setattr(example, name, value)
+    example.speculate(load(tmp_path / "model", threads=1), load(tmp_path / "draft", threads=1), [0.9], rounds=2)
+    accepted, *figures, differ = capsys.readouterr().out.strip().splitlines()[-1].split()
+    speedup, with_prompts, least, first, least_of_first = map(float, figures[-5:])
+    assert accepted == "0.9" and differ == "0"
+    assert 0 < least <= with_prompts and 0 < least_of_first <= first and speedup > 0
 
 
 def test_a_run_of_equal_tokens_reads_as_many_experts_as_one(example: Any) -> None:

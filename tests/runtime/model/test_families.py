@@ -152,7 +152,8 @@ def test_every_width_and_cache(made: Made, kind: str, scheme: str) -> None:
             tree_after(decoder, tokens, options)
             together(decoder, [tokens, text(70, 2), text(9, 3)], options)
     short, options = tokens[: WINDOW + 40], CacheOptions(ALL_WIDTHS[scheme])
-    want = run(load(path, kernels="reference").decoder, short, 60, options)
+    # Two threads of torch's take a hundred times as long for its small sums where others use the machine, too.
+    want = run(load(path, kernels="reference", threads=1).decoder, short, 60, options)
     assert torch.equal(run(decoder, short, 60, options), want)
 
 

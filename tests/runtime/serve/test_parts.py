@@ -9,12 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from runtime.errors import UserError
 from runtime.sampling.stopping import StopStrings
 from runtime.serve.admission import Admission
 from runtime.serve.channel import Channel, Closed
 from runtime.serve.chat_protocol import ChatRequest
-from runtime.serve.command import ServeOptions, model_settings
+from runtime.serve.command import ServeOptions, app, model_settings
 from runtime.serve.errors import ApiError
 from runtime.serve.flight import GAP, Bell
 from runtime.serve.guard import Guard, is_loopback
@@ -223,6 +225,23 @@ def test_targets_are_named_by_their_folders() -> None:
         ("int4", "runs/int4"), ("nf4", "runs/nf4/model"), ("other", "runs/x"), ("name", "user/name"),
     ]  # fmt: skip
     assert [one.draft for one in found] == ["runs/d", None, None, None]
+    assert model_settings(ServeOptions(targets=told[:3], target=told[3:], drafter="none", draft="runs/d")) == found
+
+
+def test_no_target_is_a_mistake() -> None:
+    with pytest.raises(UserError, match="name a model to serve: a run folder"):
+        model_settings(ServeOptions())
+
+
+def test_targets_are_said_as_arguments_or_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for chat and export; both may be mixed."""
+    served: list[list[str]] = []
+    monkeypatch.setattr("runtime.serve.server.run", lambda settings, *_: served.append([one.path for one in settings]))
+    for words in (["a", "x=b"], ["--target", "a", "--target", "x=b"], ["a", "--target", "x=b"]):
+        assert CliRunner().invoke(app, words).exit_code == 0
+    assert served == [["a", "b"]] * 3
+    told = CliRunner().invoke(app, [])
+    assert told.exit_code == 2 and "name a model to serve" in told.output and len(served) == 3
 
 
 def test_the_description_is_whole() -> None:

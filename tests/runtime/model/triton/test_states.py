@@ -40,7 +40,11 @@ FEWER: dict[str, dict[str, Any]] = {
         **{"hidden_size": 12, "num_heads": 3, "head_dim": 8, "n_groups": 1},
         **{"num_attention_heads": None, "intermediate_size": None},
     },
-    "nemotron_h": {},
+    "nemotron_h": {
+        **{"layers_block_type": ["linear_attention", "moe", "full_attention"], "mamba_num_heads": 2, "n_groups": 1},
+        **{"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 12},
+    },
 }
 KINDS = list(FEWER)
 Made = Callable[[str], Path]
