@@ -54,8 +54,8 @@ def check(shown: str, a: Architecture, config: Any, found: Keys, tensors: dict[s
     ]
     if kind in WINDOWS and a.windows != again.windows:
         differing.append(("windows", a.windows, again.windows))
-    if [one is None for one in a.rotations] != [one is None for one in again.rotations]:
-        differing.append(("rotated layers", a.rotations, again.rotations))
+    if _rotated(a) != _rotated(again):
+        differing.append(("rotated layers", _rotated(a), _rotated(again)))
     if {a.activation, again.activation} not in ({a.activation}, {"gelu", "gelu_tanh"}):
         differing.append(("activation", a.activation, again.activation))
     if FORMS[kind].head == "never" and not a.tied:
@@ -112,6 +112,11 @@ def _equal(ours: Any, theirs: Any) -> bool:
             if field.name not in ("names", "routers", "fused", "transposed", "interleaved")
         )
     return bool(ours == theirs)
+
+
+def _rotated(a: Architecture) -> str:
+    """The numbers of the layers whose queries and keys are rotated."""
+    return ", ".join(str(layer) for layer, kind in enumerate(a.rotations) if kind is not None) or "none"
 
 
 def _part(what: str, ours: Any, theirs: Any) -> tuple[str, Any, Any]:

@@ -116,7 +116,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a soft cap": ("gemma2", {"attn_logit_softcapping": None}, "expected softcap 50.0"),
     "a scale": ("gemma3_text", {"query_pre_attn_scalar": 60}, "expected attention_scale"),
     "a head of its own": ("gemma2", {"tie_word_embeddings": False}, "tied embedding and head True"),
-    "layers that rotate": ("smollm3", {"num_hidden_layers": 2, "no_rope_layers": [1, 0]}, "expected rotated layers"),
+    "layers that rotate": (
+        "smollm3",
+        {"num_hidden_layers": 2, "no_rope_layers": [1, 0]},
+        "rotated layers 0, 1, as llama.cpp has it for smollm3, found 0:",
+    ),
     "dense layers": ("qwen2_moe", {"mlp_only_layers": [0]}, "expected dense_layers ()"),
     "shares": ("qwen2_moe", {"norm_topk_prob": True}, "expected experts' renormalize False"),
     "a limit": ("gpt_oss", {"swiglu_limit": 0.4}, "expected experts' clamp (7.0, 1.702)"),
