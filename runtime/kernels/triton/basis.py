@@ -103,7 +103,8 @@ def _coded(x, d, real, scale, feedback, HALF: tl.constexpr, DIM: tl.constexpr):
         own = _within(nearest(wanted), -HALF * fine, HALF * fine - 1.0)
         missed = wanted - own
         cost += missed * missed
-        own = own / fine
+        # Not a division, which is approximate here.
+        own = own * tl.where(i < _HALVES, 0.5, 1.0)
         lost = tl.sum(tl.where(here, open_, 0.0), axis=0) - own
         code = tl.where(here, own, code)
         left += lost * tl.load(feedback + i * DIM + d, mask=real & (d < i), other=0.0)

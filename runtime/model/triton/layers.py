@@ -83,8 +83,8 @@ def hidden_states(
         weights = block.attention
         assert isinstance(weights, Attention)
         store, layer, factor, basis = memory.of(a.places[number][0])
-        said = {"window": weights.window, "sinks": weights.sinks, "factor": factor, "in_basis": basis is not None}
-        heads = replace(of_layer[number], **said)
+        of = of_layer[number]
+        heads = replace(of, window=weights.window, sinks=weights.sinks, factor=factor, in_basis=basis is not None)
         normed = _normed(read, block.input_norm, weights.qkv, a, a.attention_scales[0])
         q, k, v = projected(_joined(weights.qkv, normed), weights, heads, a)
         angles, norms = (still, still), (weights.q_norm, weights.k_norm)

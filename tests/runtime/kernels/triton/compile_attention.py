@@ -5,6 +5,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -68,6 +69,9 @@ def attention(
         basis = CacheBasis(*(torch.zeros(2, 3, d, d) for d in (dim, value_dim)))
         rotate_and_store(flat, keys, values, *where[:-1], None, norm, norm, 1e-6, basis)
         turn_back(q, basis.keys)
+        turned = replace(shape, factor=None, in_basis=True)
+        attend(q, store, 0, kind, turned, tree, 2, sharing=4)
+        attend_many(q, store, 0, kind, turned, chain)
     move(store, kind, ints, ints)
 
 
