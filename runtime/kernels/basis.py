@@ -8,9 +8,9 @@ dimensions into each other, so that none of them stands out, and gives those tha
 Codes are found from the last to the first, and each makes up for the errors of those behind it, as in GPTQ
 (2210.17323): with t the row over its scale and c the codes,
 c[i] = round(t[i] + Σ_{j > i} (t[j] − c[j]) · feedback[j, i]). The first 20 are rounded to halves, whose last bits lie
-in the scale's word (kv_store.py). A scale has a sign: the row's extreme lies on the side that has a code more. Its
-short form and the next smaller ones are tried, and the first that loses least is taken. Every sum has one order, in
-float32 without fused products, so native/basis.cpp has the same bits.
+in the scale's word (runtime/kv_store.py). A scale has a sign: the row's extreme lies on the side that has a code
+more. Its short form and the next smaller ones are tried, and the first that loses least is taken. Every sum has one
+order, in float32 without fused products, so native/basis.cpp has the same bits.
 """
 
 import torch
