@@ -19,7 +19,8 @@ from tests.ray_cluster import Nodes, nodes
 
 TOKENS, PROMPT, REQUESTS, BATCH = 48, 96, 100, 8
 SHARES = (0.25, 0.4, 0.55)  # of what the replicas can do
-NEAR = 0.15
+# How near: of three replicas that share two cores, each other's cache and the client's core less can be foreseen.
+NEAR, CROWDED = 0.15, 0.25
 STEADY = 1.4  # how far the same load's median may lie apart between passes, for figures to mean anything
 PASSES = 3
 
@@ -104,7 +105,7 @@ def test_the_simulation_is_near_what_a_cluster_does(three: Nodes, tmp_path: Path
         for count, share, name in ratios
     ]
     print("\n".join(lines))
-    near = all(abs(median(of) - 1) <= NEAR for of in ratios.values())
+    near = all(abs(median(of) - 1) <= (NEAR if count <= cores else CROWDED) for (count, _, _), of in ratios.items())
     if not near and any(max(seen) > STEADY * min(seen) for (_, _, name), seen in real.items() if name == "p50"):
         pytest.skip("the machine is not quiet: " + "; ".join(lines))
     assert near, lines
