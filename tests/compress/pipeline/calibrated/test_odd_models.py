@@ -17,7 +17,8 @@ from compress.errors import UserError
 from compress.model.block import Block, Statistics
 from compress.stages.quantize import RoundToNearest
 from runtime.checkpoints.open import open_checkpoint
-from tests.compress.pipeline.calibrated.watched import ROUND, WANDA, Spy, Tiny, changed, counting, digest
+from tests.compress.pipeline.calibrated.watched import ROUND, WANDA, Spy, Tiny, counting, digest
+from tests.compress.pipeline.small_runs import damaged
 
 
 def test_starved_experts_without_statistics(tiny: Tiny, go: Any, spy: Spy) -> None:
@@ -77,7 +78,7 @@ def test_overflow_names_the_layer(tiny: Tiny, go: Any, tmp_path: Path) -> None:
         tensors["model.layers.1.mlp.up_proj.weight"] *= 1e38
         tensors["model.layers.1.mlp.gate_proj.weight"] *= 1e3
 
-    model = changed(tiny("llama"), tmp_path, overflow)
+    model = damaged(tiny("llama"), tmp_path, overflow)
     with pytest.raises(UserError, match=r"window 1: .*the inputs of model\.layers\.1\.mlp\.down_proj"):
         go(model, WANDA)
 
@@ -88,7 +89,7 @@ def test_dead_channels_and_constant_layers(tiny: Tiny, go: Any, tmp_path: Path) 
         tensors["model.layers.0.mlp.gate_proj.weight"].fill_(0)
         tensors["model.layers.1.mlp.up_proj.weight"].fill_(0.25)
 
-    model = changed(tiny("llama"), tmp_path, kill)
+    model = damaged(tiny("llama"), tmp_path, kill)
     for number, wanted in enumerate(([WANDA, ROUND], [{"prune": {"method": "sparsegpt", "pattern": "2:4"}}])):
         out, _ = go(model, *wanted, out=f"run{number}")
         stored = open_checkpoint(out / "model")
@@ -190,7 +191,7 @@ def test_resume_refuses_other_text_and_other_weights(
         raise RuntimeError("power cut")
 
     monkeypatch.setattr(spy, "apply", cut)
-    model = changed(tiny("llama"), tmp_path, lambda tensors: None)
+    model = damaged(tiny("llama"), tmp_path, lambda tensors: None)
     with pytest.raises(RuntimeError, match="power cut"):
         go(model, WANDA)
     kept = text.read_text()
@@ -199,7 +200,7 @@ def test_resume_refuses_other_text_and_other_weights(
         go(model, WANDA, resume=True)
     text.write_text(kept)
     shutil.rmtree(model)
-    changed(tiny("llama"), tmp_path, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"].mul_(1.01))
+    damaged(tiny("llama"), tmp_path, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"].mul_(1.01))
     with pytest.raises(UserError, match=r"model\.files\.model\.safetensors was"):
         go(model, WANDA, resume=True)
 

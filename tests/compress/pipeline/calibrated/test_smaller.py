@@ -9,7 +9,8 @@ from torch import Tensor
 
 from compress.errors import UserError
 from runtime.checkpoints.open import open_checkpoint
-from tests.compress.pipeline.calibrated.watched import ROUND, WANDA, Spy, Tiny, changed, digest, hidden
+from tests.compress.pipeline.calibrated.watched import ROUND, WANDA, Spy, Tiny, digest, hidden
+from tests.compress.pipeline.small_runs import damaged
 
 
 @pytest.mark.parametrize("kind", ["llama", "phi3", "qwen3"])
@@ -55,7 +56,7 @@ def test_depth_takes_whole_blocks_and_renumbers_the_rest(tiny: Tiny, go: Any, sp
         for name in ("self_attn.o_proj", "mlp.down_proj"):
             tensors[f"model.layers.1.{name}.weight"] *= 0.01
 
-    model = changed(tiny("llama", num_hidden_layers=4), tmp_path, quieten)
+    model = damaged(tiny("llama", num_hidden_layers=4), tmp_path, quieten)
     lines: list[str] = []
     out, facts = go(model, {"prune": {"method": "depth", "share": 0.25}}, ROUND, note=lines.append)
     assert least_influential(model, spy.tokens, 4) == 1

@@ -1,12 +1,10 @@
 """What a calibrated pass shows its stages, and models and artifacts beside it."""
 
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from calib.moments import Moments, Wants
@@ -37,15 +35,6 @@ class Spy:
         self.statistics.append(dict(statistics))
         self.inputs.append(torch.cat(list(inputs.windows())))
         self.blocks.append(block)
-
-
-def changed(model: Path, folder: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
-    copy = folder / "changed"
-    shutil.copytree(model, copy)
-    tensors = load_file(copy / "model.safetensors")
-    change(tensors)
-    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
-    return copy
 
 
 def hidden(model: Path, tokens: Tensor, block: int) -> Tensor:
