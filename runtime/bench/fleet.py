@@ -6,69 +6,21 @@ many texts, and for so many rows of prompts. The ingress is one thread, through 
 news go in turn; where all share a machine, so do replicas' own servers and the client.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from runtime.bench.fleet_cores import Clock
+from runtime.bench.fleet_figures import Figures
 from runtime.bench.load import arrivals
 from runtime.engine.schedule import MIXED_ROWS, PREFILL_ROWS
 from runtime.serve.prefixes import PAGE, Kept, ranked
 from runtime.serve.worker import GAP
 
 _WAITING = 0.2  # share of the work beside the engines that waits for memory: it is Python's
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Seconds of a core that a process beside the engines spends on a request, a message of news, and a token."""
-
-    request: float = 0.0
-    message: float = 0.0
-    token: float = 0.0
-
-    def news(self, tokens: int) -> float:
-        """On one message that tells of so many tokens."""
-        return self.message + self.token * tokens
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What one replica does, in seconds.
-
-    overhead  of a request beside all work: wakes, and the way to and fro.
-    prompt    of a row of a prompt.
-    rounds    (texts that decode, seconds of a round), rising; between them it is a line, beyond them the last slope.
-    ingress   of the process that speaks HTTP; others: of the client, a replica's own server and Ray, which count where
-              all share a machine.
-    early     share of a request's cost that is spent before its first token; the rest, when its text has ended.
-    held      that a request keeps its replica's other texts waiting, beyond what its rows take.
-    crowd     how many times longer rounds take where 1, 2, … replicas on one machine run them at once, beyond what
-              sharing its cores costs: they share its memory and caches, too.
-    """
-
-    overhead: float
-    prompt: float
-    rounds: tuple[tuple[int, float], ...]
-    ingress: Cost = Cost()
-    others: Cost = Cost()
-    early: float = 1.0
-    held: float = 0.0
-    crowd: tuple[float, ...] = (1.0,)
-
-    def round(self, decoding: int, rows: int) -> float:
-        """Seconds of a round of so many texts that decode, and so many rows of prompts."""
-        spent = self.prompt * rows
-        if not decoding:
-            return spent
-        if len(self.rounds) == 1:
-            return spent + self.rounds[0][1]
-        pair = next((pair for pair in pairwise(self.rounds) if decoding <= pair[1][0]), tuple(self.rounds[-2:]))
-        (low, first), (high, second) = pair
-        return spent + first + (second - first) * (decoding - low) / (high - low)
 
 
 @dataclass(frozen=True)
@@ -144,6 +96,8 @@ class _Replica:
     busy: float = 0.0
     spent: int = 0
     texts: int = 0
+    pace: float = 1.0
+    paced_until: float = -1.0
 
     @property
     def load(self) -> int:
@@ -156,7 +110,7 @@ def simulate(figures: Figures, fleet: Fleet, load: Load, due: Sequence[float] | 
     due  seconds at which the requests come instead of at the load's rate.
     """
     chosen = np.random.default_rng(load.seed + 1).integers(0, load.prefixes, load.requests)
-    run = _Run(figures, fleet, load.new_tokens)
+    run = _Run(figures, fleet, load.new_tokens, load.seed + 2)
     for number, came in enumerate(due if due is not None else arrivals(load.rate, load.requests, load.seed)):
         pages = [f"{chosen[number]} {page}".encode() for page in range(load.shared // PAGE)]
         run.ask(number, _Text(came, pages, load.prompt))
@@ -166,7 +120,7 @@ def simulate(figures: Figures, fleet: Fleet, load: Load, due: Sequence[float] | 
 
 def gap(figures: Figures, fleet: Fleet, texts: int, prompt: int, new_tokens: int) -> float:
     """Seconds between two tokens, in the mean, of the text that begins last of so many that come at once."""
-    run = _Run(figures, fleet, new_tokens)
+    run = _Run(replace(figures, waver=(0.0,)), fleet, new_tokens)
     for number in range(texts):
         run.ask(number, _Text(0.0, [], prompt))
     run.clock.run()
@@ -177,10 +131,11 @@ def gap(figures: Figures, fleet: Fleet, texts: int, prompt: int, new_tokens: int
 class _Run:
     """One simulation. A request: the way here, ingress, the others' work, rounds; each round's news: the way back."""
 
-    def __init__(self, figures: Figures, fleet: Fleet, new_tokens: int) -> None:
+    def __init__(self, figures: Figures, fleet: Fleet, new_tokens: int, seed: int = 0) -> None:
         self._figures, self._fleet, self._new_tokens = figures, fleet, new_tokens
         self.clock = Clock(fleet.cores, figures.crowd)
         self.replicas = [_Replica(place, Kept(fleet.pages), read=Kept(fleet.pages)) for place in range(fleet.replicas)]
+        self._paces = np.random.default_rng(seed)
         self.done: list[_Text] = []
         self.reused = 0
 
@@ -240,10 +195,19 @@ class _Run:
             self._gain(one, decoding, pieces)
             self._round(one)
 
-        seconds = held + figures.round(len(decoding), sum(rows for _, rows in pieces))
+        seconds = held + self._pace(one) * figures.round(len(decoding), sum(rows for _, rows in pieces))
         # Rows of prompts compute; the texts' tokens wait for the weights.
         memory = figures.round(len(decoding), 0) / seconds if decoding and seconds else 0.0
         self.clock.work(thread, seconds, ended, memory, crowds=True)
+
+    def _pace(self, one: _Replica) -> float:
+        """How many times as long a replica's rounds take for a while."""
+        waver = self._figures.waver
+        if any(waver) and self.clock.now >= one.paced_until:
+            beside = sum(self.clock.is_busy(("engine", other.place)) for other in self.replicas)
+            one.pace = math.exp(waver[min(beside, len(waver) - 1)] * self._paces.standard_normal())
+            one.paced_until = self.clock.now + self._figures.steady
+        return one.pace
 
     def _gain(self, one: _Replica, decoding: list[_Text], pieces: Sequence[tuple[_Text, int]]) -> None:
         """What a round gave: a token for each text that decodes, and for each whose prompt has been read."""

@@ -13,7 +13,7 @@ from runtime.cli import takes
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
-    from runtime.bench.fleet import Figures
+    from runtime.bench.fleet_figures import Figures
 
 _MOST = 10_000  # replicas, and texts at once
 _COSTS = ("ingress", "others")  # of Figures
@@ -88,7 +88,7 @@ def fleet(options: FleetOptions) -> None:
         load = replace(asked, rate=rate)
         row = {"replicas": count, "rate": rate, **asdict(simulate(figures, replace(one, replicas=count), load))}
         if options.check is not None and count == counts[0]:
-            from runtime.bench.fleet_measure import checked
+            from runtime.bench.fleet_ask import checked
 
             row["measured"] = checked(options.check, load)
         rows.append(row)
@@ -118,17 +118,17 @@ def _figures(options: FleetOptions, replicas: int) -> "Figures":
         found = measure(options.measure, batches, options.new_tokens, shared=options.cores is not None)
         write(options.figures, _plain(found))
     if options.together is not None and options.cores is not None:
-        from runtime.bench.fleet_measure import crowding
+        from runtime.bench.fleet_together import gaps_together, together
 
-        crowd = crowding(options.together, found, replicas, options.cores, options.new_tokens)
-        found = replace(found, crowd=crowd)
+        gaps = gaps_together(options.together, replicas, options.new_tokens)
+        found = together(found, options.cores, gaps, options.new_tokens)
         write(options.figures, _plain(found))
     return found
 
 
 def _read(file: Path) -> "Figures":
     """A file's figures. Raises UserError for a file that is none."""
-    from runtime.bench.fleet import Cost, Figures
+    from runtime.bench.fleet_figures import Cost, Figures
 
     try:
         told = json.loads(file.read_text(encoding="utf-8"))
@@ -137,22 +137,34 @@ def _read(file: Path) -> "Figures":
             Cost(**{key: float(value) for key, value in told.get(one, {}).items()}) for one in _COSTS
         ]
         early, held = float(told.get("early", 1.0)), float(told.get("held", 0.0))
-        crowd = tuple(float(one) for one in told.get("crowd", [1.0]))
-        figures = Figures(float(told["overhead"]), float(told["prompt"]), rounds, ingress, others, early, held, crowd)
+        crowd, waver = (tuple(map(float, told.get(name, [usual]))) for name, usual in (("crowd", 1.0), ("waver", 0.0)))
+        figures = Figures(
+            float(told["overhead"]), float(told["prompt"]), rounds, ingress, others, early, held, crowd, waver,
+            float(told.get("steady", 0.0)),
+        )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"--figures: {file} cannot be read ({type(error).__name__}): write it with --measure ADDRESS"
         ) from None
     spent = [value for cost in costs for value in (cost.request, cost.message, cost.token)]
-    values = [figures.overhead, figures.prompt, held, *(seconds for _, seconds in rounds), *spent]
+    values = [
+        figures.overhead,
+        figures.prompt,
+        held,
+        figures.steady,
+        *waver,
+        *(seconds for _, seconds in rounds),
+        *spent,
+    ]
     rising = bool(rounds) and list(rounds) == sorted(set(rounds)) and rounds[0][0] >= 1
-    if not rising or min(values) < 0 or not 0 <= early <= 1 or not crowd or min(crowd) < 1:
+    if not rising or min(values) < 0 or not 0 <= early <= 1 or not waver or not crowd or min(crowd) < 1:
         raise UserError(f"--figures: {file}: expected seconds, and rounds of rising numbers of texts")
     return figures
 
 
 def _plain(figures: "Figures") -> dict[str, Any]:
-    return {**asdict(figures), "rounds": [list(one) for one in figures.rounds], "crowd": list(figures.crowd)}
+    told = {"rounds": [list(one) for one in figures.rounds], "crowd": list(figures.crowd), "waver": list(figures.waver)}
+    return {**asdict(figures), **told}
 
 
 def _rates(text: str) -> list[float]:

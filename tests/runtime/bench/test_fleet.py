@@ -1,16 +1,19 @@
 """The capacity plan: what queueing theory says of simple fleets, routing, and the command's mistakes."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from runtime.bench.__main__ import app
-from runtime.bench.fleet import Cost, Figures, Fleet, Load, gap, simulate
+from runtime.bench.fleet import Fleet, Load, gap, simulate
 from runtime.bench.fleet_cores import Clock
-from runtime.bench.fleet_measure import crowd_behind
+from runtime.bench.fleet_figures import Cost, Figures
+from runtime.bench.fleet_together import crowd_behind, together
 
 
 def test_one_server_waits_as_theory_says() -> None:
@@ -107,8 +110,8 @@ def test_all_requests_and_news_go_through_one_ingress() -> None:
     free = simulate(Figures(0.0, 1e-6, ((1, 1e-4),)), Fleet(4), load).latency_ms["mean"]
     assert free < 1
     beside = Figures(0.0, 1e-6, ((1, 1e-4),), others=Cost(0.004, 0.001, 0.001))
-    apart, together = (simulate(beside, Fleet(4, cores=cores), load).latency_ms["mean"] for cores in (None, 1.0))
-    assert apart < 1 and together > 6
+    apart, shared = (simulate(beside, Fleet(4, cores=cores), load).latency_ms["mean"] for cores in (None, 1.0))
+    assert apart < 1 and shared > 6
     # A cost that comes after the end delays the others alone.
     rare, late = Load(0.1, 50, 20, 1), replace(figures, early=0.0)
     assert simulate(late, Fleet(1), rare).latency_ms["p50"] < 0.4 * simulate(figures, Fleet(1), rare).latency_ms["p50"]
@@ -165,3 +168,38 @@ def test_what_ingress_and_client_take_of_the_cores_is_no_crowding() -> None:
         assert crowd_behind(figures, fleet, gaps, tokens) == pytest.approx(crowd, abs=0.03)
         # Shared cores alone would be 1 and 1.5 times as long.
         assert gaps[1] > 1.02 * crowd[1] * gaps[0] and gaps[2] > 1.52 * crowd[2] * gaps[0] / 1.03
+
+
+def test_figures_are_those_of_the_pace_that_the_machine_has_now() -> None:
+    """Gaps that the simulation itself makes, of a machine half as fast, each now shorter and now longer."""
+    figures = Figures(0.001, 0.0002, ((1, 0.004), (8, 0.01)), Cost(0.001), Cost(0.002), held=0.003)
+    slow, generator = replace(figures.at_pace(2.0), crowd=(1.0, 1.4)), np.random.default_rng(5)
+    wavers = [np.exp(sigma * generator.standard_normal(2001)) for sigma in (0.05, 0.3)]
+    gaps = [gap(slow, Fleet(2, cores=2), texts, 16, 96) * each for texts, each in zip((1, 2), wavers, strict=True)]
+    found = together(figures, 2, gaps, 96)
+    assert found.overhead == pytest.approx(0.002, rel=0.02) and found.held == pytest.approx(0.006, rel=0.02)
+    assert found.rounds[1][1] == pytest.approx(0.02, rel=0.02) and found.others.request == pytest.approx(
+        0.004, rel=0.02
+    )
+    assert found.crowd == pytest.approx((1.0, 1.4), abs=0.04) and found.waver == pytest.approx((0.05, 0.3), rel=0.1)
+    assert found.steady == pytest.approx(96 * 0.008, rel=0.03)
+
+
+def test_times_that_waver_spread_latencies() -> None:
+    """What a text takes alone is log-normal where one time holds for all of it, and near the mean where many do."""
+    figures, load = Figures(0.0, 1e-6, ((1, 0.01),), waver=(0.3,), steady=0.5), Load(0.2, 2000, 1, 51)
+    spread = simulate(figures, Fleet(1), load).latency_ms
+    assert spread["p50"] == pytest.approx(500, rel=0.03)
+    assert spread["p90"] == pytest.approx(500 * math.exp(0.3 * 1.2816), rel=0.06)
+    still = simulate(replace(figures, waver=(0.0,)), Fleet(1), load).latency_ms
+    assert still["p90"] == pytest.approx(500) and still["p50"] == pytest.approx(500)
+    long = simulate(replace(figures, steady=0.02), Fleet(1), load).latency_ms
+    assert long["p90"] < 1.15 * long["p50"] and long["p50"] == pytest.approx(500 * math.exp(0.3**2 / 2), rel=0.03)
+    # Where two run at once, the second value counts.
+    both = replace(figures, waver=(0.0, 0.3))
+    assert simulate(both, Fleet(1), load).latency_ms["p90"] == pytest.approx(500)
+    busy = replace(load, rate=1.5)
+    steady, wavering = (
+        simulate(each, Fleet(2), busy).latency_ms["p90"] for each in (replace(both, waver=(0.0,)), both)
+    )
+    assert wavering > 1.05 * steady

@@ -2,18 +2,21 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import astuple, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from time import perf_counter
 
 import pytest
 
 pytest.importorskip("ray")
 
-from runtime.bench.fleet import Cost, Figures, Fleet, Load, simulate
-from runtime.bench.fleet_measure import ask, checked, crowding, measure, shared_prompts
+from runtime.bench.fleet import Fleet, Load, simulate
+from runtime.bench.fleet_ask import ask, checked, shared_prompts
+from runtime.bench.fleet_figures import Cost, Figures
+from runtime.bench.fleet_measure import measure
+from runtime.bench.fleet_together import gaps_together, together
 from runtime.serve.ray_config import ClusterConfig, Replicas
 from tests.ray_cluster import Nodes, nodes
 
@@ -22,7 +25,20 @@ SHARES = (0.25, 0.4, 0.55)  # of what the replicas can do
 # How near: of three replicas that share two cores, each other's cache and the client's core less can be foreseen.
 NEAR, CROWDED = 0.15, 0.25
 STEADY = 1.4  # how far the same load's median may lie apart between passes, for figures to mean anything
-PASSES = 3
+PASSES, AROUND = 3, 7
+
+Gaps = list[list[float]]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a load took, in milliseconds by percentile, and texts at once right before and after it."""
+
+    count: int
+    share: float
+    load: Load
+    latency: dict[str, float]
+    around: tuple[Gaps, Gaps]
 
 
 @pytest.fixture(scope="module")
@@ -43,38 +59,38 @@ def _per_second(address: str, texts: int) -> float:
     return 3 * texts / (perf_counter() - began)
 
 
-def _pace(address: str) -> float:
-    """Seconds between two tokens of a text alone: the machine's speed, as it is now."""
-    gaps = []
-    for seed in range(9):
-        [text] = ask(address, shared_prompts(_load(1.0, 1, seed)))
-        gaps.append((text.last - text.first) / (text.tokens - 1))
-    return median(gaps)
+def _middle(passes: Sequence[Figures]) -> Figures:
+    """The median of each figure, at the first one's pace: the machine's own changes from minute to minute."""
+    [(_, alone), *_] = passes[0].rounds
+    paced = [one.at_pace(alone / one.rounds[0][1]) for one in passes]
 
+    def cost(costs: Sequence[Cost]) -> Cost:
+        return Cost(*map(median, zip(*map(astuple, costs), strict=True)))
 
-def _at_pace(figures: Figures, times: float) -> Figures:
-    """The figures of a machine that takes so many times as long for everything."""
-    ingress, others = (Cost(*(times * one for one in astuple(cost))) for cost in (figures.ingress, figures.others))
-    return replace(
-        figures, overhead=times * figures.overhead, prompt=times * figures.prompt, held=times * figures.held,
-        rounds=tuple((texts, times * seconds) for texts, seconds in figures.rounds), ingress=ingress, others=others,
+    return Figures(
+        median(one.overhead for one in paced), median(one.prompt for one in paced),
+        tuple((texts, median(dict(one.rounds)[texts] for one in paced)) for texts, _ in paced[0].rounds),
+        cost([one.ingress for one in paced]), cost([one.others for one in paced]),
+        median(one.early for one in paced), median(one.held for one in paced),
     )  # fmt: skip
+
+
+def _foreseen(one: Figures, cores: int, seen: Seen) -> dict[str, float]:
+    """What the simulation says of a load: the mean of that with what was seen before it, and after it."""
+    fleet = Fleet(seen.count, BATCH, 300, cores=cores)
+    found = [simulate(together(one, cores, gaps, TOKENS), fleet, seen.load).latency_ms for gaps in seen.around]
+    return {name: mean(each[name] for each in found) for name in found[0]}
 
 
 @pytest.mark.slow
 def test_the_simulation_is_near_what_a_cluster_does(three: Nodes, tmp_path: Path) -> None:
-    """Figures and loads in turns. The machine's own speed changes from minute to minute: figures count at the pace that
-    it has around each load, by a text alone, and the median of each ratio over the passes."""
+    """Figures and loads in turns. The machine's own speed changes from minute to minute, and what two cores do at once
+    does even more: texts at once right before and after each load tell both. Medians over the passes."""
     from compress.model.source import default_pair
 
     cores = os.cpu_count() or 1
-    able: dict[int, float] = {}
-    real, ratios = (
-        defaultdict[tuple[int, float, str], list[float]](list),
-        defaultdict[tuple[int, float, str], list[float]](list),
-    )
+    figures, seen, able = list[Figures](), list[Seen](), dict[int, float]()
     for _ in range(PASSES):
-        one, usual = Figures(0.0, 0.0, ((1, 0.0),)), 1.0
         for count in (1, 2, 3):
             replicas = Replicas(least=count, most=count, cpus=0, resources={"engine": 1})
             told = ClusterConfig(
@@ -83,26 +99,30 @@ def test_the_simulation_is_near_what_a_cluster_does(three: Nodes, tmp_path: Path
             )  # fmt: skip
             address = three.server(told, tmp_path / "log").address
             if count == 1:
-                before = _pace(address)
-                one = figures = measure(address, (1, 2, 4, 8), TOKENS, shared=True)
-                usual = (before + _pace(address)) / 2
-            else:
-                figures = replace(one, crowd=crowding(address, one, count, cores, TOKENS))
+                figures.append(measure(address, (1, 2, 4, 8), TOKENS, shared=True))
             if count not in able:
                 able[count] = _per_second(address, count * BATCH)
+            before = gaps_together(address, count, TOKENS, AROUND)
             for share in SHARES:
                 load = _load(share * able[count], REQUESTS, int(100 * share) + count)
-                before = _pace(address)
-                seen = checked(address, load)
-                paced = _at_pace(figures, (before + _pace(address)) / 2 / usual)
-                found = simulate(paced, Fleet(count, BATCH, 300, cores=cores), load).latency_ms
-                for name in ("p50", "p90"):
-                    real[count, share, name].append(seen[name])
-                    ratios[count, share, name].append(found[name] / seen[name])
+                latency = checked(address, load)
+                after = gaps_together(address, count, TOKENS, AROUND)
+                seen.append(Seen(count, share, load, latency, (before, after)))
+                before = after
+    one = _middle(figures)
+    real, ratios = (
+        defaultdict[tuple[int, float, str], list[float]](list),
+        defaultdict[tuple[int, float, str], list[float]](list),
+    )
+    for each in seen:
+        foreseen = _foreseen(one, cores, each)
+        for name in ("p50", "p90"):
+            real[each.count, each.share, name].append(each.latency[name])
+            ratios[each.count, each.share, name].append(foreseen[name] / each.latency[name])
     lines = [
-        f"{count} at {share * able[count]:.1f}/s, {name}: measured {median(real[count, share, name]):.0f} ms,"
-        f" simulated over measured {', '.join(f'{ratio:.2f}' for ratio in ratios[count, share, name])}"
-        for count, share, name in ratios
+        f"{count} at {share * able[count]:.1f}/s, {name}: measured {median(real[count, share, name]):.0f} ms, simulated"
+        f" over measured {median(of):.3f}: {', '.join(f'{ratio:.2f}' for ratio in of)}"
+        for (count, share, name), of in ratios.items()
     ]
     print("\n".join(lines))
     near = all(abs(median(of) - 1) <= (NEAR if count <= cores else CROWDED) for (count, _, _), of in ratios.items())

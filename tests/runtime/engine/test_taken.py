@@ -156,7 +156,7 @@ class Wrong(Reader):
 
 
 class Steady(Controller):
-    """Is told of a machine on which all forwards take as long, and drafts a tenth: what it does is the same anywhere."""
+    """Is told that all forwards take as long, and drafts a tenth of it: so it does the same on any machine."""
 
     def rested(self, seconds: float) -> None:
         super().rested(0.01)
