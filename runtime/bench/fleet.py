@@ -96,6 +96,7 @@ class _Replica:
     busy: float = 0.0
     spent: int = 0
     texts: int = 0
+    held: float = 0.0
     pace: float = 1.0
     paced_until: float = -1.0
 
@@ -148,6 +149,8 @@ class _Run:
 
         def route(_: float) -> None:
             one = _route(self.replicas, text.pages, self._fleet, number)
+            if one.running:
+                one.held += figures.held
 
             def begin(_: float) -> None:
                 one.waiting.append(text)
@@ -176,9 +179,9 @@ class _Run:
         figures, thread = self._figures, ("engine", one.place)
         if self.clock.is_busy(thread):
             return
-        held, others = 0.0, bool(one.running)
+        if not one.running:
+            one.held = 0.0
         while one.waiting and len(one.running) < self._fleet.max_batch:
-            held += figures.held if others else 0.0
             text = one.waiting.popleft()
             known = one.read.known(text.pages) * PAGE
             self.reused += known
@@ -195,7 +198,11 @@ class _Run:
             self._gain(one, decoding, pieces)
             self._round(one)
 
-        seconds = held + self._pace(one) * figures.round(len(decoding), sum(rows for _, rows in pieces))
+        seconds = self._pace(one) * figures.round(len(decoding), sum(rows for _, rows in pieces))
+        # The engine's process answers a request beside the rounds, which take twice as long meanwhile.
+        held = min(one.held, seconds)
+        one.held -= held
+        seconds += held
         # Rows of prompts compute; the texts' tokens wait for the weights.
         memory = figures.round(len(decoding), 0) / seconds if decoding and seconds else 0.0
         self.clock.work(thread, seconds, ended, memory, crowds=True)

@@ -187,17 +187,17 @@ def test_figures_are_those_of_the_pace_that_the_machine_has_now() -> None:
 
 def test_times_that_waver_spread_latencies() -> None:
     """What a text takes alone is log-normal where one time holds for all of it, and near the mean where many do."""
-    figures, load = Figures(0.0, 1e-6, ((1, 0.01),), waver=(0.3,), steady=0.5), Load(0.2, 2000, 1, 51)
+    figures, load = Figures(0.0, 1e-6, ((1, 0.01),), waver=(0.3,), steady=2.0), Load(0.1, 2000, 1, 51)
     spread = simulate(figures, Fleet(1), load).latency_ms
     assert spread["p50"] == pytest.approx(500, rel=0.03)
     assert spread["p90"] == pytest.approx(500 * math.exp(0.3 * 1.2816), rel=0.06)
     still = simulate(replace(figures, waver=(0.0,)), Fleet(1), load).latency_ms
-    assert still["p90"] == pytest.approx(500) and still["p50"] == pytest.approx(500)
+    assert still["p90"] == pytest.approx(500, rel=1e-4) == still["p50"]
     long = simulate(replace(figures, steady=0.02), Fleet(1), load).latency_ms
-    assert long["p90"] < 1.15 * long["p50"] and long["p50"] == pytest.approx(500 * math.exp(0.3**2 / 2), rel=0.03)
+    assert long["p90"] < 1.15 * long["p50"] and long["p50"] == pytest.approx(500, rel=0.05)
     # Where two run at once, the second value counts.
     both = replace(figures, waver=(0.0, 0.3))
-    assert simulate(both, Fleet(1), load).latency_ms["p90"] == pytest.approx(500)
+    assert simulate(both, Fleet(1), load).latency_ms["p90"] == pytest.approx(500, rel=1e-4)
     busy = replace(load, rate=1.5)
     steady, wavering = (
         simulate(each, Fleet(2), busy).latency_ms["p90"] for each in (replace(both, waver=(0.0,)), both)
