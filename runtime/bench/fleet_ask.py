@@ -93,9 +93,19 @@ async def _one(host: str, port: int, body: dict[str, Any], due: float) -> Timed:
     writer.close()
     usage = [line for line in tail.split(b"\n") if b'"usage":{' in line]
     if not usage:
-        raise UserError(f"the server broke a stream off: {tail[-300:].decode(errors='replace')}")
+        raise UserError(f"http://{host}:{port}: {_refusal(tail)}")
     told = json.loads(usage[-1][len(b"data: ") :])["usage"]
     return Timed(first, last, told["completion_tokens"], told["prompt_tokens_details"]["cached_tokens"])
+
+
+def _refusal(tail: bytes) -> str:
+    """What is wrong with an answer that did not tell its usage."""
+    status, _, rest = tail.partition(b" ")[2].partition(b" ")
+    try:
+        told = json.loads(rest.partition(b"\r\n\r\n")[2])["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return "the server broke a stream off: has it been stopped, or does it serve another API?"
+    return f"the server refused a request ({status.decode(errors='replace')}): {told}"
 
 
 def after_a_pause(address: str, bodies: list[dict[str, Any]]) -> list[Timed]:

@@ -2,6 +2,9 @@
 
 import json
 import math
+import re
+import socket
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +14,11 @@ from typer.testing import CliRunner
 
 from runtime.bench.__main__ import app
 from runtime.bench.fleet import Fleet, Load, gap, simulate
+from runtime.bench.fleet_ask import ask
 from runtime.bench.fleet_cores import Clock
 from runtime.bench.fleet_figures import Cost, Figures
 from runtime.bench.fleet_together import crowd_behind, together
+from runtime.errors import UserError
 
 
 def test_one_server_waits_as_theory_says() -> None:
@@ -203,3 +208,29 @@ def test_times_that_waver_spread_latencies() -> None:
         simulate(each, Fleet(2), busy).latency_ms["p90"] for each in (replace(both, waver=(0.0,)), both)
     )
     assert wavering > 1.05 * steady
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (
+            b'HTTP/1.1 503 Service Unavailable\r\nretry-after: 5\r\n\r\n{"error": {"message": "no model is loaded"}}',
+            "the server refused a request (503): no model is loaded",
+        ),
+        (b'HTTP/1.1 200 OK\r\n\r\ndata: {"choices": [{"text": "a"}]}\n\n', "the server broke a stream off"),
+    ],
+)
+def test_answers_without_usage_are_told_in_a_sentence(answer: bytes, sentence: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(UserError, match=re.escape(sentence)):
+            ask(f"http://127.0.0.1:{listening.getsockname()[1]}", [{"prompt": [5, 6], "max_tokens": 2}])
+        thread.join()
