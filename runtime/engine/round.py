@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from runtime.contract import Rows, integers
+from runtime.contract import Rows, Trees, integers
 from runtime.engine.metrics import Metrics
 from runtime.model.on_device import ARGMAX, NON_FINITE, RowSampling
 from runtime.sampling.distribution import Distributions, Logits, largest_logits, not_finite
@@ -146,24 +146,15 @@ def forward_rows(batch: Sequence[ScheduledRequest], drafts: Sequence[Draft]) -> 
             tokens += draft.tokens
             chains = chains and draft.is_chain
         spans.append((part.state.handle, part.first, len(tokens) - base))
-    rows = Rows.chains(spans) if chains else _branching(batch, drafts)
+    rows = Rows.chains(spans) if chains else Trees(spans, [_parents(*one) for one in zip(batch, drafts, strict=True)])
     return integers(tokens), rows, None if len(at) == len(tokens) else integers(at)
 
 
-def _branching(batch: Sequence[ScheduledRequest], drafts: Sequence[Draft]) -> Rows:
-    """Rows of which some are a tree's."""
-    request: list[int] = []
-    position: list[int] = []
-    parent: list[int] = []
-    for part, draft in zip(batch, drafts, strict=True):
-        base, last = len(parent), part.end
-        position += range(part.first, last)
-        parent += [-1, *range(base, base + part.fed - 1)]
-        if part.samples:
-            position += [last + depth for depth in draft.depths]
-            parent += [base + part.fed + above for above in draft.parents]
-        request += [part.state.handle] * (len(parent) - base)
-    return Rows(integers(request), integers(position), integers(parent))
+def _parents(part: ScheduledRequest, draft: Draft) -> list[int] | None:
+    """Of a request's rows, whose draft follows what it is fed; None: they are a chain."""
+    if not part.samples or draft.is_chain:
+        return None
+    return [*range(-1, part.fed - 1), *(part.fed + above for above in draft.parents)]
 
 
 def row_samplings(batch: Sequence[ScheduledRequest], drafts: Sequence[Draft], rule: Rule) -> list[RowSampling]:

@@ -124,6 +124,7 @@ void BlockDraft::grow(const BlockText& text, int64_t length, const BlockGrowth& 
         offers.pop();
         const int64_t depth = best.parent < 0 ? 1 : nodes_[best.parent].depth + 1, number = static_cast<int64_t>(nodes_.size());
         nodes_.push_back({children_[best.parent + 1].tokens[best.rank], best.parent, depth, best.joint});
+        if (number + 1 == text.budget) break;  // nobody asks what would follow
         offer(best.parent, best.rank + 1);
         open(number, depth, nodes_.back().token, memory(best.parent));
     }

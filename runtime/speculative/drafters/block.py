@@ -46,12 +46,17 @@ class _Text:
     plain: tuple[list[Tensor], Tensor] | None = None
     native: NativeText | None = None
 
-    def take(self, window: int) -> tuple[Tensor, list[int]] | None:
+    def take(self, window: int) -> tuple[Tensor, Sequence[int]] | None:
         """The unread states that can be seen, (n, taps · hidden), and their places, which are read then; or None."""
         if not self.unread:
             return None
-        found = torch.cat([states for states, _, _ in self.unread])[-window:]
-        places = [place for _, first, count in self.unread for place in range(first, first + count)][-window:]
+        places: Sequence[int]
+        if len(self.unread) == 1:
+            found, first, count = self.unread[0]
+            places = range(first, first + count)
+        else:
+            found = torch.cat([states for states, _, _ in self.unread])[-window:]
+            places = [place for _, first, count in self.unread for place in range(first, first + count)][-window:]
         self.unread.clear()
         self.waiting = 0
         return found, places
@@ -101,7 +106,6 @@ class BlockDrafter:
             while text.waiting - text.unread[0][2] >= window:
                 text.waiting -= text.unread.popleft()[2]
 
-    @torch.inference_mode()
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         """One pass of the network for all requests; then each one's tree."""
         drafts = [Draft() for _ in requests]
@@ -114,11 +118,11 @@ class BlockDrafter:
         # The most probable tokens of greedy texts are found natively; noise, penalties and the like are numpy's.
         plain = [requests[i].sampling.greedy and requests[i].sampling.plain for i in ready]
         if self._native is None:
-            seen = self._see(texts)
-            places = self._network.draft(seen, [requests[i].tokens[-1] for i in ready], length)
-            for each in places:
+            with torch.inference_mode():
+                found = self._network.draft(self._see(texts), [requests[i].tokens[-1] for i in ready], length)
+            for each in found:
                 argmax_tokens(each.base, "draft")
-            grown = [Draft() for _ in ready]
+            grown, places = [Draft() for _ in ready], list[Places | None](found)
         else:
             asked = [
                 Asked(
@@ -129,9 +133,8 @@ class BlockDrafter:
                 for i, text, simple in zip(ready, texts, plain, strict=True)
             ]
             grown, places = self._native.draft(asked, length, Growth(self._branch, _CONSIDERED, WORTH, UNSURE))
-        for i, each, draft, simple in zip(ready, places, grown, plain, strict=True):
-            known = simple and self._native is not None
-            drafts[i] = draft if known else self._grow(requests[i], budgets[i], each)
+        for i, own, draft in zip(ready, places, grown, strict=True):
+            drafts[i] = draft if own is None else self._grow(requests[i], budgets[i], own)
         return drafts
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
