@@ -7,14 +7,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from runtime.contract import Rows, Trees, integers
+from runtime.contract import Rows, integers
 from runtime.engine.metrics import Metrics
 from runtime.model.on_device import ARGMAX, NON_FINITE, RowSampling
 from runtime.sampling.distribution import Distributions, Logits, largest_logits, not_finite
 from runtime.sampling.stopping import kept
 from runtime.speculative.choice import Choice
-from runtime.speculative.draft import Draft, Drafter, NoDrafter, Outcome, Request, Rule
+from runtime.speculative.draft import Draft, Drafter, NoDrafter, Outcome, Request, Rule, WeighsRows
 from runtime.speculative.draft_length import LONGEST, Controller
+from runtime.speculative.drafters.fallback import ChainedDrafter
 from runtime.speculative.verify import (
     Acceptance,
     coupled,
@@ -25,6 +26,7 @@ from runtime.speculative.verify import (
     typical,
 )
 from runtime.speculative.wanted import RoundEvent
+from runtime.tree_rows import Trees
 
 NO_DRAFT = Draft()
 NO_ROWS = range(0)
@@ -36,6 +38,7 @@ class Proposer:
     """A drafter under its name in an engine: it drafts at most `most` tokens a round, or what its controller says.
 
     among, choice  those that draft in its place, by name, and who chooses of them; None: it drafts itself.
+    weighing       those of its drafter's parts that end drafts where a row is not worth its time.
     resting        whether its controller rests this round: it is told of nothing, and reads no states.
     """
 
@@ -49,6 +52,8 @@ class Proposer:
 
     def __post_init__(self) -> None:
         self.drafts = not isinstance(self.drafter, NoDrafter)
+        parts = self.drafter.drafters if isinstance(self.drafter, ChainedDrafter) else (self.drafter,)
+        self.weighing = [part for part in parts if isinstance(part, WeighsRows)]
 
 
 @dataclass(eq=False)

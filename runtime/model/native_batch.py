@@ -44,8 +44,8 @@ class Batches:
     ) -> tuple[BatchStruct, list[Any]]:
         """The rows, whose slots are taken, and what must stay alive during the call."""
         if len(reserved) == 1 and not cache.format.state:
-            one = reserved[0]
-            return self._chain(one, tokens, cache) if one.parents is None else self._tree(one, one.parents, tokens, cache)
+            one, parents = reserved[0], reserved[0].parents
+            return self._chain(one, tokens, cache) if parents is None else self._tree(one, parents, tokens, cache)
         count = tokens.numel()
         zeros, chain, _ = self.constants(count)
         request, tail_from, tail_at, tail = zeros, zeros, chain, zeros

@@ -51,16 +51,23 @@ static int64_t whole(int64_t count) { return (count + LANES - 1) / LANES * LANES
 template <int V, int S>
 static void score(const float* query, const float* keys, int64_t stride, int64_t dim, F16 scale, float* out) {
     F16 sums[S][V];
+#pragma GCC unroll 8
     for (int s = 0; s < S; s++)
+#pragma GCC unroll 8
         for (int v = 0; v < V; v++) sums[s][v] = zero();
     int64_t d = 0;
     for (; d + S <= dim; d += S)
+#pragma GCC unroll 8
         for (int s = 0; s < S; s++)
+#pragma GCC unroll 8
             for (int v = 0; v < V; v++)
                 sums[s][v] = fma(set(query[d + s]), load(keys + (d + s) * stride + v * LANES), sums[s][v]);
     for (; d < dim; d++)
+#pragma GCC unroll 8
         for (int v = 0; v < V; v++) sums[0][v] = fma(set(query[d]), load(keys + d * stride + v * LANES), sums[0][v]);
+#pragma GCC unroll 8
     for (int v = 0; v < V; v++) {
+#pragma GCC unroll 8
         for (int s = 1; s < S; s++) sums[0][v] = add(sums[0][v], sums[s][v]);
         store(out + v * LANES, mul(sums[0][v], scale));
     }
@@ -90,11 +97,16 @@ void look(const BlockLook& l) {
     auto mix = [&](auto vectors, int64_t d) {
         constexpr int V = decltype(vectors)::value;
         F16 mixed[V];
+#pragma GCC unroll 8
         for (int v = 0; v < V; v++) mixed[v] = zero();
         for (int part = 0; part < 2; part++)
-            for (int64_t j = 0; j < parts[part]->count; j++)
-                for (int v = 0; v < V; v++)
-                    mixed[v] = fma(set(l.weights[part * text + j]), load(parts[part]->values + j * parts[part]->value_stride + d + v * LANES), mixed[v]);
+            for (int64_t j = 0; j < parts[part]->count; j++) {
+                const F16 weight = set(l.weights[part * text + j]);
+                const float* value = parts[part]->values + j * parts[part]->value_stride + d;
+#pragma GCC unroll 8
+                for (int v = 0; v < V; v++) mixed[v] = fma(weight, load(value + v * LANES), mixed[v]);
+            }
+#pragma GCC unroll 8
         for (int v = 0; v < V; v++) store(l.out + d + v * LANES, div(mixed[v], set(sum)));
     };
     int64_t d = 0;
@@ -112,19 +124,27 @@ void look(const BlockLook& l) {
 void block_step(const BlockStep& s) {
     const int64_t wide = 2 * s.rank;
     for (int64_t i = 0; i < wide; i++) s.gates[i] = s.of_token[i] + s.of_row[i] + s.constant[i];
+    // Half a megabyte of it at a rank of 256: nothing is remembered before a draft's first token.
+    const int64_t remembered = s.before ? s.rank : 0;
     auto add_rows = [&](auto vectors, int64_t i) {
         constexpr int V = decltype(vectors)::value;
         F16 sums[V];
+#pragma GCC unroll 8
         for (int v = 0; v < V; v++) sums[v] = load(s.gates + i + v * LANES);
-        for (int64_t j = 0; j < s.rank; j++)
-            for (int v = 0; v < V; v++) sums[v] = fma(set(s.before[j]), load(s.of_memory + j * wide + i + v * LANES), sums[v]);
+        for (int64_t j = 0; j < remembered; j++) {
+            const F16 before = set(s.before[j]);
+            const float* row = s.of_memory + j * wide + i;
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++) sums[v] = fma(before, load(row + v * LANES), sums[v]);
+        }
+#pragma GCC unroll 8
         for (int v = 0; v < V; v++) store(s.gates + i + v * LANES, sums[v]);
     };
     int64_t at = 0;
     for (; at + 8 * LANES <= wide; at += 8 * LANES) add_rows(std::integral_constant<int, 8>(), at);
     for (; at + LANES <= wide; at += LANES) add_rows(std::integral_constant<int, 1>(), at);
     for (; at < wide; at++)
-        for (int64_t j = 0; j < s.rank; j++) s.gates[at] += s.before[j] * s.of_memory[j * wide + at];
+        for (int64_t j = 0; j < remembered; j++) s.gates[at] += s.before[j] * s.of_memory[j * wide + at];
     float opened[LANES], made[LANES];
     for (int64_t i = 0; i < s.rank; i += LANES) {
         const int64_t some = std::min<int64_t>(LANES, s.rank - i);
@@ -134,7 +154,10 @@ void block_step(const BlockStep& s) {
         }
         store(opened, div(set(1.0f), add(set(1.0f), exp(sub(zero(), load(opened))))));
         store(made, tanh(load(made)));
-        for (int64_t n = 0; n < some; n++) s.after[i + n] = s.before[i + n] + opened[n] * (made[n] - s.before[i + n]);
+        for (int64_t n = 0; n < some; n++) {
+            const float before = s.before ? s.before[i + n] : 0.0f;
+            s.after[i + n] = before + opened[n] * (made[n] - before);
+        }
     }
 }
 

@@ -100,14 +100,13 @@ void BlockDraft::grow(const BlockText& text, int64_t length, const BlockGrowth& 
         }
     };
     const int64_t rank = net_.rank;
-    specpress::grow(memories_, (text.budget + 2) * rank), specpress::grow(gates_, 2 * rank);
+    specpress::grow(memories_, (text.budget + 1) * rank), specpress::grow(gates_, 2 * rank);
     children_.resize(static_cast<size_t>(text.budget + 1)), considered_.resize(static_cast<size_t>(net_.length));
     for (auto& found : considered_) found.tokens.clear();
     nodes_.clear();
     std::priority_queue<Offer> offers;
-    // Node n has the memory n + 2 and the children n + 1; the root, -1, begins with the first memory, of zeros.
-    std::fill(memories_.begin(), memories_.begin() + rank, 0.0f);
-    auto memory = [&](int64_t node) { return memories_.data() + (node + 2) * rank; };
+    // Node n has the memory and the children n + 1.
+    auto memory = [&](int64_t node) { return memories_.data() + (node + 1) * rank; };
     auto joint = [&](int64_t node) { return node < 0 ? 1.0 : nodes_[node].joint; };
     auto offer = [&](int64_t node, int64_t number) {
         const Children& found = children_[node + 1];
@@ -118,7 +117,7 @@ void BlockDraft::grow(const BlockText& text, int64_t length, const BlockGrowth& 
         expand(places, depth, token, before, growth, memory(node), children_[node + 1]);
         offer(node, 0);
     };
-    open(-1, 0, text.token, memories_.data());
+    open(-1, 0, text.token, nullptr);
     while (!offers.empty() && static_cast<int64_t>(nodes_.size()) < text.budget && offers.top().joint >= growth.worth) {
         const Offer best = offers.top();
         offers.pop();

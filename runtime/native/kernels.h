@@ -188,7 +188,7 @@ struct BlockLook {
     float *weights, *out;  // [count of both, each in whole vectors], [dim]
 };
 
-// What it remembers behind a token: of_token, of_row and constant [2 * rank], of_memory [rank][2 * rank].
+// What it remembers behind a token, having remembered `before` (null: nothing, which is zeros): of_token, of_row and constant [2 * rank], of_memory [rank][2 * rank].
 struct BlockStep {
     const float *of_token, *of_row, *constant, *of_memory, *before;
     int64_t rank;

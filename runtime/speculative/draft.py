@@ -12,12 +12,12 @@ from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
-from runtime.contract import depths
 from runtime.sampling.constraint import Constraint
 from runtime.sampling.noise import Memo
 from runtime.sampling.params import Sampling
 from runtime.sampling.stopping import StopStrings
 from runtime.speculative.wanted import Found, Wanted
+from runtime.tree_rows import depths
 
 Text = TypeVar("Text")
 # How the drafts of requests that sample are verified: verify.py.
@@ -216,6 +216,16 @@ class StateReader(Protocol):
         was settled that nothing is drafted, though the last round before a draft is read in any case. A request that
         gave its place back (`close`) begins anew.
         """
+
+
+@runtime_checkable
+class WeighsRows(Protocol):
+    """What a drafter may offer besides its contract: it ends a draft where no further token is worth its row.
+
+    worth  below which probability a token that the text comes to is not; an engine that knows what rows take sets it.
+    """
+
+    worth: float
 
 
 @dataclass(frozen=True)

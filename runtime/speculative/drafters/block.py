@@ -20,7 +20,8 @@ from runtime.speculative.drafters.block_network import BlockNetwork, Floats, Pla
 from runtime.speculative.drafters.tree_growth import ROOT, Tree
 from runtime.speculative.verify import Rule
 
-# A token that the text comes to with a lower probability is not worth its row: eight rows cost a fifth more than one.
+# A token that the text comes to with a lower probability is not worth its row where eight rows cost a fifth more than
+# one, which is what large models are like.
 WORTH = 0.03
 # Where a short head gives a draft's first token a lower probability the target's own head is asked for it: there the
 # token may be a rare one.
@@ -70,9 +71,9 @@ class BlockDrafter:
              No draws in any case, so that Draft.probs is None.
     branch   the most children of a node; 1: chains.
 
-    The tree grows where it is most probable, and ends where no token is worth a row; the budget counts nodes. A request
-    whose states have not come (its text was in the cache) gets an empty draft. States are read
-    when a draft is asked for, the last `window` of them; some of rounds without drafts may be missing among them.
+    The tree grows where it is most probable, and ends where no token is worth a row (WeighsRows); the budget counts
+    nodes. A request whose states have not come (its text was in the cache) gets an empty draft. States are read when a
+    draft is asked for, the last `window` of them; some of rounds without drafts may be missing among them.
     """
 
     name = "block"
@@ -81,6 +82,7 @@ class BlockDrafter:
         self._network, self._branch = network, branch
         self._native = NativeBlocks(network) if isinstance(network.fuse, NativeLinear) else None
         self._rule: Rule = verify
+        self.worth = WORTH
         self._texts: dict[int, _Text] = {}
 
     @property
@@ -132,7 +134,7 @@ class BlockDrafter:
                 )
                 for i, text, simple in zip(ready, texts, plain, strict=True)
             ]
-            grown, places = self._native.draft(asked, length, Growth(self._branch, _CONSIDERED, WORTH, UNSURE))
+            grown, places = self._native.draft(asked, length, Growth(self._branch, _CONSIDERED, self.worth, UNSURE))
         for i, own, draft in zip(ready, places, grown, strict=True):
             drafts[i] = draft if own is None else self._grow(requests[i], budgets[i], own)
         return drafts
@@ -187,7 +189,7 @@ class BlockDrafter:
                 offer(node, 0)
 
         expand(ROOT, np.zeros(self._network.about.rank, np.float32))
-        while heap and len(tree.tokens) < budget and -heap[0][0] >= WORTH:
+        while heap and len(tree.tokens) < budget and -heap[0][0] >= self.worth:
             _, parent, rank = heapq.heappop(heap)
             node = tree.take(parent, rank)
             offer(parent, rank + 1)

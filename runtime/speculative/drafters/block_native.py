@@ -36,7 +36,7 @@ _POSITIONS = 1024
 class NativeText:
     """What native code keeps of one text: its `struct` says how many tokens' keys and values are held.
 
-    keys_values  (layers, 2, capacity · kv_heads · head_dim) float32: keys dimension by dimension, values token by token.
+    keys_values  (layers, 2, capacity · kv_heads · head_dim) float32: keys by dimension, values by token.
     last         the last fused state (hidden,) float32.
     """
 
