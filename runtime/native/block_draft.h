@@ -19,7 +19,8 @@ struct BlockNetwork {
     const Weights* whole;   // the target's own head, asked where the short one is unsure of a first token
     const int64_t* frequent;                             // [logits]: the tokens of a short head, in order; null: it is not short
     const BlockLayer* layer;
-    const float *of_token, *of_memory, *gates, *adds;    // [vocabulary][2 * rank], [rank][2 * rank], [2 * rank], [vocabulary][rank]
+    const float *of_token, *of_memory, *gates;           // [vocabulary][2 * rank], [rank][2 * rank], [2 * rank]
+    const uint16_t* adds;                                // [vocabulary][rank] bf16
     const float* sure;                                   // [hidden + rank + 2]
     const void* embedding;                               // [vocabulary][hidden], of a ScaleType
     int64_t embedding_type;
@@ -95,7 +96,7 @@ class BlockDraft {
     void run_layer(const BlockLayer& layer, int64_t number, const BlockText* texts, int64_t requests, int64_t length);
     void grow(const BlockText& text, int64_t length, const BlockGrowth& growth, const BlockPlaces& places, const BlockTrees& trees, int64_t request);
     void consider(const float* base, int64_t size, const int64_t* names, int64_t count, Considered& found);
-    void judge(const float* memory, const Considered& found, int64_t branch, Children& out) const;
+    void judge(const float* memory, const Considered& found, int64_t branch, Children& out);
     double confidence(const float* row, const float* memory, Children& of) const;
     void expand(const BlockPlaces& places, int64_t depth, int64_t token, const float* before, const BlockGrowth& growth, float* after, Children& out);
 
@@ -107,11 +108,11 @@ class BlockDraft {
     Decoder work_;
     const std::vector<float> ones_;
     std::vector<float> scratch_, tapped_, fused_, read_, x_, normed_, queries_, own_, mixed_, own_keys_, branch_, gate_up_, gated_, weights_;
-    std::vector<float> memories_, gates_, highest_, whole_;
+    std::vector<float> memories_, gates_, scores_, whole_;
+    std::vector<uint8_t> steps_;
     std::vector<Node> nodes_;
     std::vector<Children> children_;
     std::vector<Considered> considered_;
-    std::vector<int64_t> order_;
 };
 
 }  // namespace specpress

@@ -11,6 +11,7 @@ namespace SPECPRESS_PATH {
 using specpress::BlockLook;
 using specpress::BlockSeen;
 using specpress::BlockStep;
+using specpress::BlockWeigh;
 
 float dot(const float* a, const float* b, int64_t size) {
     F16 sums[2] = {zero(), zero()};
@@ -27,22 +28,34 @@ float dot(const float* a, const float* b, int64_t size) {
     return sum;
 }
 
-// The largest of each 64 numbers; of fewer at the end.
-void maxima(const float* x, int64_t size, float* out) {
-    for (int64_t first = 0; first < size; first += 64) {
-        const int64_t last = std::min(first + 64, size);
-        int64_t i = first;
-        float most = x[first];
-        if (last - first >= LANES) {
-            F16 most_of = load(x + i);
-            for (i += LANES; i + LANES <= last; i += LANES) most_of = max(most_of, load(x + i));
-            float lanes[LANES];
-            store(lanes, most_of);
-            most = *std::max_element(lanes, lanes + LANES);
-        }
-        for (; i < last; i++) most = std::max(most, x[i]);
-        out[first / 64] = most;
+// A vector of bf16 numbers and a float one: the same on every path.
+static float dot_halves(const uint16_t* a, const float* b, int64_t size) {
+    F16 sums[2] = {zero(), zero()};
+    int64_t i = 0;
+    for (; i + 2 * LANES <= size; i += 2 * LANES)
+        for (int n = 0; n < 2; n++) sums[n] = fma(load_bf16(a + i + n * LANES), load(b + i + n * LANES), sums[n]);
+    for (; i + LANES <= size; i += LANES) sums[0] = fma(load_bf16(a + i), load(b + i), sums[0]);
+    float sum = lane_sum(add(sums[0], sums[1]));
+    for (; i < size; i++) {
+        const uint32_t raw = static_cast<uint32_t>(a[i]) << 16;
+        float x;
+        std::memcpy(&x, &raw, 4);
+        sum += x * b[i];
     }
+    return sum;
+}
+
+float weigh(const BlockWeigh& w) {
+    float highest = -INFINITY;
+    for (int64_t i = 0; i < w.count; i++) {
+        w.scores[i] = w.logits[i] + dot_halves(w.adds + w.tokens[i] * w.rank, w.memory, w.rank);
+        highest = std::max(highest, w.scores[i]);
+    }
+    *w.highest = highest;
+    F16 total = zero();
+    for (int64_t i = w.count; i % LANES; i++) w.scores[i] = -INFINITY;
+    for (int64_t i = 0; i < w.count; i += LANES) total = add(total, exp(sub(load(w.scores + i), set(highest))));
+    return lane_sum(total);
 }
 
 static int64_t whole(int64_t count) { return (count + LANES - 1) / LANES * LANES; }

@@ -195,6 +195,15 @@ struct BlockStep {
     float *gates, *after;  // [2 * rank], [rank]
 };
 
+// What its memory [rank] makes of the logits of tokens [count]: adds [vocabulary][rank] bf16, scores [count, in whole vectors].
+struct BlockWeigh {
+    const uint16_t* adds;
+    const float *memory, *logits;
+    const int64_t* tokens;
+    int64_t count, rank;
+    float *scores, *highest;
+};
+
 struct Path {
     // y[row][n] (+)= product of inputs and the blocks first..last of w; y has `stride` floats a row.
     void (*linear[KINDS])(const Weights& w, const Inputs& x, int64_t first, int64_t last, float* y, int64_t stride, bool add);
@@ -240,9 +249,10 @@ struct Path {
     int64_t (*largest)(const float* x, int64_t size, int64_t limit);
     // The sequences of tiles begin..end of a column of a trellis (trellis_encode.cpp).
     void (*encode)(const TrellisTask& task, int64_t begin, int64_t end);
-    // Of the drafter `block` (block_math.cpp): an inner product, the largest of each 64 numbers, attention, its memory.
+    // Of the drafter `block` (block_math.cpp): an inner product; scores, whose sum of e^(score − highest) it returns; attention;
+    // its memory.
     float (*dot)(const float* a, const float* b, int64_t size);
-    void (*maxima)(const float* x, int64_t size, float* out);
+    float (*weigh)(const BlockWeigh& w);
     void (*look)(const BlockLook& l);
     void (*block_step)(const BlockStep& s);
     bool unsigned_dot;

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.kernels.native_linear import NativeLinear
-from runtime.sampling.candidates import Candidates, largest, ranked
+from runtime.sampling.candidates import Candidates, ranked
 from runtime.sampling.distribution import Distributions, argmax_tokens
 from runtime.speculative.draft import Draft, Outcome, Request, TakenStates
 from runtime.speculative.drafters.block_native import Asked, Growth, NativeBlocks, NativeText
@@ -26,8 +26,8 @@ WORTH = 0.03
 # Where a short head gives a draft's first token a lower probability the target's own head is asked for it: there the
 # token may be a rare one.
 UNSURE = 0.15
-# Tokens of a place that the memory chooses among: those that its row alone finds most probable.
-_CONSIDERED = 32
+# Tokens of a place that the memory chooses among: so many, or a few more, that its row alone finds most probable.
+_CONSIDERED = 256
 
 
 @dataclass
@@ -229,7 +229,7 @@ class BlockDrafter:
         known: a place's logits, float32; names: their tokens, None: all in order.
         """
         adds = self._network.memory.adds
-        at: NDArray[np.int64] = np.array(largest(known, _CONSIDERED))
+        at = _considered(known)
         tokens = at if names is None else names[at]
         scores = known[at] + adds[tokens] @ memory
         order = np.argsort(-scores, kind="stable")[: self._branch]
@@ -244,3 +244,11 @@ class BlockDrafter:
         rest = (1 - sure) / max(1e-9, 1 - best)
         shares = [sure, *(share * rest for share in others)]
         return Candidates(found.tokens, shares, shares)
+
+
+def _considered(logits: NDArray[Any]) -> NDArray[np.int64]:
+    """The tokens whose logits (n,) float32 lie at most so many eighths of a nat below the largest one as it takes to
+    have `_CONSIDERED` of them: to sort all takes longer than all else of a place."""
+    steps = np.minimum((logits.max() - logits) * np.float32(8), 255).astype(np.int64)
+    there = np.bincount(steps, minlength=256).cumsum()
+    return np.flatnonzero(steps <= min(int(np.searchsorted(there, _CONSIDERED)), 255))

@@ -90,7 +90,8 @@ class NativeBlocks:
         sure = np.concatenate([*network.memory.sure[:2], np.array(network.memory.sure[2:], np.float32)])
         embedding = network.embedding if network.embedding.dtype in TABLES else network.embedding.float()
         of_memory = np.ascontiguousarray(network.memory.of_memory.T)
-        memory = (network.memory.of_token, of_memory, network.memory.gates, network.memory.adds, sure)
+        adds = torch.from_numpy(network.memory.adds).bfloat16()  # rounded to that already
+        memory = (network.memory.of_token, of_memory, network.memory.gates, adds, sure)
         struct = BlockNetworkStruct(
             *(len(about.taps), about.hidden_size, about.length, about.layers, about.heads, about.kv_heads),
             *(about.head_dim, about.intermediate_size, about.window, about.rank, about.vocab_size, about.logits),
@@ -100,7 +101,7 @@ class NativeBlocks:
             None if network.frequent is None else self._weight(network.whole),
             None if network.frequent is None else self._at(torch.from_numpy(network.frequent)),
             ctypes.addressof(layers),
-            *(self._at(torch.from_numpy(part)) for part in memory),
+            *(self._at(torch.as_tensor(part)) for part in memory),
             *(self._at(embedding), TABLES[embedding.dtype]),
         )
         # The workspace in which single products run has room for the widest inputs.
