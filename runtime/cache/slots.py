@@ -9,12 +9,12 @@ from torch import Tensor
 
 from runtime.cache.contiguous import KeyValueCache
 from runtime.cache.states import MOST
+from runtime.cache.tree_rows import Trees
 from runtime.checkpoints.architecture import Architecture
 from runtime.contract import Cache, Rows
 from runtime.errors import OutOfPages
 from runtime.kernels.exact import TILE
 from runtime.kv_store import KEY_BLOCK
-from runtime.tree_rows import Trees
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 

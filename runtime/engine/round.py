@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from runtime.cache.tree_rows import Trees
 from runtime.contract import Rows, integers
 from runtime.engine.metrics import Metrics
 from runtime.model.on_device import ARGMAX, NON_FINITE, RowSampling
@@ -26,7 +27,6 @@ from runtime.speculative.verify import (
     typical,
 )
 from runtime.speculative.wanted import RoundEvent
-from runtime.tree_rows import Trees
 
 NO_DRAFT = Draft()
 NO_ROWS = range(0)

@@ -12,12 +12,12 @@ from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
+from runtime.cache.tree_rows import depths
 from runtime.sampling.constraint import Constraint
 from runtime.sampling.noise import Memo
 from runtime.sampling.params import Sampling
 from runtime.sampling.stopping import StopStrings
 from runtime.speculative.wanted import Found, Wanted
-from runtime.tree_rows import depths
 
 Text = TypeVar("Text")
 # How the drafts of requests that sample are verified: verify.py.
