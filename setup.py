@@ -52,6 +52,7 @@ COMMON = [
     "block_draft",
     "block_tree",
     "noise",
+    "moves",
     "pool",
     "pack",
 ]

@@ -15,7 +15,7 @@ from runtime.cache.apart import SharesNothing
 from runtime.cache.quantizer import CacheFormat
 from runtime.cache.states import States
 from runtime.checkpoints.record import CacheShape
-from runtime.contract import CacheBasis
+from runtime.contract import CacheBasis, integers
 from runtime.devices import explained
 from runtime.errors import UserError
 from runtime.kv_store import KEY_BLOCK, Store, allocate
@@ -112,7 +112,7 @@ class KeyValueCache(ABC):
             raise ValueError(f"slots {list(path)} after {length} are not all among the {held} stored")
         moves = [(length + step, length + place) for place, step in enumerate(path) if step != place]
         if moves:
-            source, target = torch.tensor(moves).unbind(1)
+            source, target = (integers(slots) for slots in zip(*moves, strict=True))
             self._own(request, {slot // KEY_BLOCK for _, slot in moves})
             stores = self._store[request]
             self._move(stores, stores[0].physical(source), stores[0].physical(target))

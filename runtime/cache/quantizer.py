@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from ctypes import byref
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,11 @@ from runtime.contract import FLOATS, CacheBasis, CacheKind, StateKind
 from runtime.kernels.basis import round_in_basis, round_signed
 from runtime.kernels.reference import quantize_rows
 from runtime.kv_store import KEY_BLOCK, LIMITS, SIGNED, THREE_BITS, VECTOR, Store, halves_of, scale_of
+from runtime.native.binding import CACHES, library
+from runtime.native.structs import HeadsStruct, StoreStruct
 
+# Kinds whose keys and values native code moves.
+_MOVED = ("float32", "int8")
 STATE_DTYPES: dict[StateKind, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
 
 
@@ -131,7 +136,17 @@ class CacheFormat:
         return keys, values * value_scale.unsqueeze(-1)
 
     def move(self, store: Store, source: Tensor, target: Tensor) -> None:
-        """Copies slots in all layers; what is read is read before anything is written."""
+        """Copies slots (n,), int64 on the CPU, in all layers; what is read is read before anything is written."""
+        native = library()[0] if self.kind in _MOVED and self.device.type == "cpu" else None
+        if native is not None:
+            # Half a dozen tensors of indices otherwise, each of which takes as long as the copies.
+            heads = HeadsStruct(0, self.kv_heads, self.head_dim, 0, CACHES[self.kind], value_dim=self.value_dim)
+            slots = source.contiguous(), target.contiguous()
+            native.specpress_move(
+                *(byref(heads), self.layers, byref(StoreStruct(*store.pointers)), len(source)),
+                *(part.data_ptr() for part in slots),
+            )
+            return
         a, i, b, j = source // KEY_BLOCK, source % KEY_BLOCK, target // KEY_BLOCK, target % KEY_BLOCK
         if self.kind not in FLOATS:
             for scale in (store.key_scale, store.value_scale):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from runtime.cache.contiguous import KeyValueCache
 from runtime.cache.states import MOST
+from runtime.cache.tree_rows import Trees
 from runtime.checkpoints.architecture import Architecture
 from runtime.contract import Cache, Rows
 from runtime.errors import OutOfPages
@@ -135,7 +136,10 @@ def reserve(rows: Rows, cache: KeyValueCache, further: Sequence[int] | None = No
     further  slots that each request, in order, takes besides, behind its rows, which then must be chains.
     Raises ValueError as `plan` says, and OutOfPages.
     """
-    out = _branches(rows, cache) if rows.spans is None else _chains(rows.spans, cache)
+    if isinstance(rows, Trees):
+        out = _planned(rows.planned, cache)
+    else:
+        out = _branches(rows, cache) if rows.spans is None else _planned([(*span, None) for span in rows.spans], cache)
     needs = {of.request: of.count for of in out}
     if len(needs) < len(out):
         twice = next(handle for handle in needs if sum(of.request == handle for of in out) > 1)
@@ -158,16 +162,18 @@ def reserve(rows: Rows, cache: KeyValueCache, further: Sequence[int] | None = No
     return out
 
 
-def _chains(spans: Sequence[tuple[int, int, int]], cache: KeyValueCache) -> list[Reserved]:
-    """Where rows made of these spans are to stand."""
+def _planned(planned: Sequence[tuple[int, int, int, list[int] | None]], cache: KeyValueCache) -> list[Reserved]:
+    """Where rows made of these spans and parents (contract.Trees) are to stand."""
     out: list[Reserved] = []
     first = 0
-    for handle, start, count in spans:
+    for handle, start, count, parents in planned:
         if count == 0:
             continue
         if (length := cache.length(handle)) != start:
             raise ValueError(f"row {first} is at position {start}, its parent's successor is {length}")
-        out.append(Reserved(handle, first, count, start, None))
+        if parents is not None and (len(parents) != count or any(not -1 <= p < i for i, p in enumerate(parents))):
+            raise ValueError(f"the rows from {first} on have parents {parents}, which are not earlier rows")
+        out.append(Reserved(handle, first, count, start, parents))
         first += count
     return out
 

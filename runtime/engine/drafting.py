@@ -146,6 +146,9 @@ class Drafters:
                 asked.setdefault(part.state.proposer, []).append(i)
         seconds: dict[Proposer, float] = {}
         for proposer, places in asked.items():
+            if proposer.weighing and proposer.controller is not None and proposer.controller.worth is not None:
+                for weighing in proposer.weighing:
+                    weighing.worth = proposer.controller.worth
             began = now()
             found = self._ask(proposer, [batch[i] for i in places], vocab_size)
             seconds[proposer] = now() - began

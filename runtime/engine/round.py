@@ -7,14 +7,16 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from runtime.cache.tree_rows import Trees
 from runtime.contract import Rows, integers
 from runtime.engine.metrics import Metrics
 from runtime.model.on_device import ARGMAX, NON_FINITE, RowSampling
 from runtime.sampling.distribution import Distributions, Logits, largest_logits, not_finite
 from runtime.sampling.stopping import kept
 from runtime.speculative.choice import Choice
-from runtime.speculative.draft import Draft, Drafter, NoDrafter, Outcome, Request, Rule
+from runtime.speculative.draft import Draft, Drafter, NoDrafter, Outcome, Request, Rule, WeighsRows
 from runtime.speculative.draft_length import LONGEST, Controller
+from runtime.speculative.drafters.fallback import ChainedDrafter
 from runtime.speculative.verify import (
     Acceptance,
     coupled,
@@ -36,6 +38,7 @@ class Proposer:
     """A drafter under its name in an engine: it drafts at most `most` tokens a round, or what its controller says.
 
     among, choice  those that draft in its place, by name, and who chooses of them; None: it drafts itself.
+    weighing       those of its drafter's parts that end drafts where a row is not worth its time.
     resting        whether its controller rests this round: it is told of nothing, and reads no states.
     """
 
@@ -49,6 +52,8 @@ class Proposer:
 
     def __post_init__(self) -> None:
         self.drafts = not isinstance(self.drafter, NoDrafter)
+        parts = self.drafter.drafters if isinstance(self.drafter, ChainedDrafter) else (self.drafter,)
+        self.weighing = [part for part in parts if isinstance(part, WeighsRows)]
 
 
 @dataclass(eq=False)
@@ -146,24 +151,15 @@ def forward_rows(batch: Sequence[ScheduledRequest], drafts: Sequence[Draft]) -> 
             tokens += draft.tokens
             chains = chains and draft.is_chain
         spans.append((part.state.handle, part.first, len(tokens) - base))
-    rows = Rows.chains(spans) if chains else _branching(batch, drafts)
+    rows = Rows.chains(spans) if chains else Trees(spans, [_parents(*one) for one in zip(batch, drafts, strict=True)])
     return integers(tokens), rows, None if len(at) == len(tokens) else integers(at)
 
 
-def _branching(batch: Sequence[ScheduledRequest], drafts: Sequence[Draft]) -> Rows:
-    """Rows of which some are a tree's."""
-    request: list[int] = []
-    position: list[int] = []
-    parent: list[int] = []
-    for part, draft in zip(batch, drafts, strict=True):
-        base, last = len(parent), part.end
-        position += range(part.first, last)
-        parent += [-1, *range(base, base + part.fed - 1)]
-        if part.samples:
-            position += [last + depth for depth in draft.depths]
-            parent += [base + part.fed + above for above in draft.parents]
-        request += [part.state.handle] * (len(parent) - base)
-    return Rows(integers(request), integers(position), integers(parent))
+def _parents(part: ScheduledRequest, draft: Draft) -> list[int] | None:
+    """Of a request's rows, whose draft follows what it is fed; None: they are a chain."""
+    if not part.samples or draft.is_chain:
+        return None
+    return [*range(-1, part.fed - 1), *(part.fed + above for above in draft.parents)]
 
 
 def row_samplings(batch: Sequence[ScheduledRequest], drafts: Sequence[Draft], rule: Rule) -> list[RowSampling]:

@@ -1,6 +1,7 @@
 """The rows of a forward as the native decoder takes them."""
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 from weakref import ref
 
@@ -42,8 +43,9 @@ class Batches:
         self, reserved: Sequence[Reserved], tokens: Tensor, rows: Rows, cache: KeyValueCache
     ) -> tuple[BatchStruct, list[Any]]:
         """The rows, whose slots are taken, and what must stay alive during the call."""
-        if len(reserved) == 1 and reserved[0].parents is None and not cache.format.state:
-            return self._chain(reserved[0], tokens, cache)
+        if len(reserved) == 1 and not cache.format.state:
+            one, parents = reserved[0], reserved[0].parents
+            return self._chain(one, tokens, cache) if parents is None else self._tree(one, parents, tokens, cache)
         count = tokens.numel()
         zeros, chain, _ = self.constants(count)
         request, tail_from, tail_at, tail = zeros, zeros, chain, zeros
@@ -73,6 +75,24 @@ class Batches:
             *(of.count, tokens.data_ptr(), nothing, position, position, nothing, chain.data_ptr(), nothing, stores),
             requests=1,
         ), [tokens, zeros, chain, order, stores]
+
+    def _tree(
+        self, of: Reserved, parents: Sequence[int], tokens: Tensor, cache: KeyValueCache
+    ) -> tuple[BatchStruct, list[Any]]:
+        """One request's tree, its numbers in one array: as many tensors cost as much as a row of a small model."""
+        zeros, _, order = self.constants(of.start + of.count)
+        tokens, stores = int64(tokens), self._stores_of(cache.stores(of.request))
+        branches = paths(parents)
+        position = [of.start + len(branch) - 1 for branch in branches]
+        tail_at = [0, *accumulate(map(len, branches))][:-1]
+        slots = [of.start + row for branch in branches for row in branch]
+        made = integers([*position, *([of.start] * of.count), *tail_at, *slots])
+        first, row = made.data_ptr(), made.itemsize * of.count
+        return BatchStruct(
+            *(of.count, tokens.data_ptr(), zeros.data_ptr(), first, order.data_ptr() + order.itemsize * of.start),
+            *(first + row, first + 2 * row, first + 3 * row, stores),
+            requests=1,
+        ), [tokens, zeros, order, made, stores]
 
     def _stores_of(self, stores: tuple[Store, ...]) -> Any:
         """One request's memory as the kernels read it: the same as in the last call, as a rule."""

@@ -206,6 +206,9 @@ SPECPRESS_API void specpress_remember(int64_t path, const Heads* heads, int64_t 
     const int64_t size = heads->kv_heads * heads->dim, wide = heads->kv_heads * values_of(*heads);
     for (int64_t i = 0; i < rows; i++) path_of(path)->remember(*heads, layer, *store, slots[i], keys + i * size, values + i * wide);
 }
+SPECPRESS_API void specpress_move(const Heads* heads, int64_t layers, const Store* store, int64_t count, const int64_t* from, const int64_t* to) {
+    move_slots(*heads, layers, *store, count, from, to);
+}
 SPECPRESS_API void specpress_attend(int64_t path, Pool* pool, const Heads* heads, int64_t layer, int64_t window, float scaling, float softcap,
                                     const float* sinks, const Batch* batch, const float* queries, float* out) {
     const Path& p = *path_of(path);

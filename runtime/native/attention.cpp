@@ -26,10 +26,10 @@ static Sums sums_at(float* p, int64_t wide) { return {p, p + QUERIES * wide, p +
 
 int64_t attention_part(const Heads& h) { return QUERIES * (padded(values_of(h)) + 2); }
 
-// Floats of scratch: sums of a split and of all, scaled queries, weights of a split, and its keys and values where they are
-// no whole blocks of the cache.
+// Floats of scratch: sums of a split and of all, scaled queries, weights of a split, scores of a tree's rows by slot, and
+// values that are no whole vectors in the cache.
 int64_t attention_scratch(const Heads& h) {
-    return 2 * attention_part(h) + QUERIES * (padded(h.dim) + SPLIT) + SPLIT * (h.dim + padded(values_of(h))) + 4 * LANES;
+    return 2 * attention_part(h) + QUERIES * (padded(h.dim) + 2 * SPLIT) + (SPLIT + KEYS) * padded(values_of(h)) + 4 * LANES;
 }
 
 int64_t tile_rows() { return QUERIES; }
@@ -227,6 +227,74 @@ static Block stored(const AttentionCall& c, const Store& s, int64_t kv_head, int
     return {h.cache_kind, CACHE_F32, keys, own_values, key_scale, nullptr, h.key_basis != nullptr};
 }
 
+// Scores of `count` queries, which may be more than the registers hold at once, against blocks first..last of a split.
+static void score_queries(int64_t count, const float* q, int64_t dim, const Block* blocks, int64_t first, int64_t last,
+                          const float* factor, float* scores) {
+    const int64_t deep = padded(dim);
+    for (int64_t m = 0; m < count; m += MAX_ROWS) {
+        const int64_t rows = count - m < MAX_ROWS ? count - m : MAX_ROWS;
+        score_all(rows, q + m * deep, dim, deep, blocks, first, last, factor, scores + m * SPLIT);
+    }
+}
+
+// A row of a tree in a split: its own positions first..last, from the split's beginning, and their slots.
+struct Branch {
+    int64_t first, last;
+    const int64_t* slots;  // slots[position]
+};
+static Branch branch_of(const Batch& b, int64_t row, int64_t base, int64_t text) {
+    const int64_t seen = b.position[row] - base + 1;
+    return {text, seen < SPLIT ? seen : SPLIT, b.tail + b.tail_at[row] - b.tail_from[row] + base};
+}
+
+// Scores of a tree's own positions. They are found for all rows by slot, and then go to where each row has that slot.
+// `scored`: the keys of the split whose scores are there, in whole blocks.
+static void score_branches(const AttentionCall& c, const AttentionUnit& u, int64_t base, int64_t text, Range scored, const float* q,
+                           const float* factor, float* by_slot, float* own_values, float* weights) {
+    const Batch& b = *c.batch;
+    const Store& s = b.stores[b.request[u.row]];
+    const int64_t per_row = u.head_to - u.head_from;
+    int64_t lowest = INT64_MAX, highest = -1;
+    for (int64_t row = u.row; row < u.row + u.rows; row++) {
+        const Branch of = branch_of(b, row, base, text);
+        for (int64_t p = of.first; p < of.last; p++) {
+            lowest = of.slots[p] < lowest ? of.slots[p] : lowest;
+            highest = of.slots[p] > highest ? of.slots[p] : highest;
+        }
+    }
+    for (int64_t from = lowest / KEYS * KEYS; from <= highest; from += KEYS) {
+        if (from >= base + scored.first && from < base + scored.last) {
+            // The block in which the text ends, whose scores lie where those of positions are going to.
+            for (int64_t m = 0; m < u.rows * per_row; m++)
+                std::memcpy(by_slot + m * SPLIT, weights + m * SPLIT + from - base, KEYS * 4);
+        } else {
+            const Block block = stored(c, s, u.kv_head, from, own_values);
+            score_queries(u.rows * per_row, q, c.heads.dim, &block, 0, 1, factor, by_slot);
+        }
+        for (int64_t m = 0; m < u.rows * per_row; m++) {
+            const Branch of = branch_of(b, u.row + m / per_row, base, text);
+            for (int64_t p = of.first; p < of.last; p++)
+                if (of.slots[p] / KEYS * KEYS == from) weights[m * SPLIT + p] = by_slot[m * SPLIT + of.slots[p] - from];
+        }
+    }
+}
+
+// Adds the values of a row's own positions, for its `heads` queries.
+static void mix_branch(const AttentionCall& c, const Store& s, int64_t kv_head, const Branch& of, int64_t heads,
+                       const float* weights, float* own_values, float* out) {
+    const int64_t wide = padded(values_of(c.heads));
+    for (int64_t p = of.first; p < of.last;) {
+        const int64_t slot = of.slots[p], at = slot % KEYS;
+        int64_t run = 1;
+        while (p + run < of.last && at + run < KEYS && of.slots[p + run] == slot + run) run++;
+        const Block block = stored(c, s, kv_head, slot - at, own_values);
+        for (int64_t m = 0; m < heads; m += MAX_ROWS)
+            mix_all(heads - m < MAX_ROWS ? heads - m : MAX_ROWS, weights + m * SPLIT + p - at, &block, {at, at + run, true},
+                    wide, out + m * wide);
+        p += run;
+    }
+}
+
 void attend_split(const AttentionCall& c, const AttentionUnit& u, int64_t split, float* scratch, float* part) {
     const Heads& h = c.heads;
     const Batch& b = *c.batch;
@@ -235,47 +303,34 @@ void attend_split(const AttentionCall& c, const AttentionUnit& u, int64_t split,
     const Store& s = b.stores[b.request[u.row]];
     const float* factor = h.key_factor ? h.key_factor + (c.layer * h.kv_heads + u.kv_head) * dim : nullptr;
     const Sums out = sums_at(part, wide);
-    float* q = scratch;                           // [QUERIES][deep]
-    float* weights = q + QUERIES * deep;          // [QUERIES][SPLIT]
-    float* own_keys = weights + QUERIES * SPLIT;  // [BLOCKS][dim][KEYS]
-    float* own_values = own_keys + SPLIT * dim;   // [SPLIT][wide]
+    float* q = scratch;                             // [QUERIES][deep]
+    float* weights = q + QUERIES * deep;            // [QUERIES][SPLIT]
+    float* by_slot = weights + QUERIES * SPLIT;     // [QUERIES][SPLIT]
+    float* own_values = by_slot + QUERIES * SPLIT;  // [SPLIT][wide], and a block more
     for (int64_t m = 0; m < count; m++) {
         const float* from = c.queries + (u.row + m / per_row) * c.stride + (u.head_from + m % per_row) * dim;
         for (int64_t d = 0; d < dim; d++) q[m * deep + d] = from[d] * c.scaling;
     }
     const Reach all = reach(c, u);
     const int64_t base = split * SPLIT, keys_here = all.last - base + 1 < SPLIT ? all.last - base + 1 : SPLIT;
-    const int64_t used = (keys_here + KEYS - 1) / KEYS, scored = used * KEYS;
+    // What lies in the order of positions: all of a chain's, and of a tree's what came before it.
+    const bool tree = b.tail_at[u.row] >= 0;
+    const int64_t before = tree ? b.tail_from[u.row] - base : keys_here;
+    const int64_t text = before < 0 ? 0 : before < keys_here ? before : keys_here;
+    const int64_t used = (text + KEYS - 1) / KEYS, scored = (keys_here + KEYS - 1) / KEYS * KEYS;
     // Blocks before every row's window have no weight.
     const int64_t start = all.first > base ? (all.first - base) / KEYS : 0;
-    const int64_t tail_at = b.tail_at[u.row], tail_from = b.tail_from[u.row];
     Block blocks[BLOCKS];
-    for (int64_t block = start; block < used; block++) {
-        const int64_t from = base + block * KEYS;
-        float* k = own_keys + block * dim * KEYS;
-        float* v = own_values + block * KEYS * wide;
-        if (tail_at >= 0 && from + KEYS > tail_from) {
-            const int64_t* slots = b.tail + tail_at - tail_from;
-            for (int64_t j = 0; j < KEYS; j++) {
-                const int64_t position = from + j;
-                const int64_t slot = position > all.last ? 0 : position < tail_from ? position : slots[position];
-                recall(c, s, u.kv_head, slot, k + j, v + j * wide);
-            }
-            blocks[block] = {CACHE_F32, CACHE_F32, k, v, nullptr, nullptr};
-        } else {
-            blocks[block] = stored(c, s, u.kv_head, from, v);
-        }
-    }
+    for (int64_t block = start; block < used; block++)
+        blocks[block] = stored(c, s, u.kv_head, base + block * KEYS, own_values + block * KEYS * wide);
     // A few rows come upon keys that the weights have pushed out of the caches.
     for (int64_t block = start; block < used && b.rows <= FEW; block++) {
-        const int64_t there = keys_here - block * KEYS < KEYS ? keys_here - block * KEYS : KEYS;
+        const int64_t there = text - block * KEYS < KEYS ? text - block * KEYS : KEYS;
         fetch(blocks[block].keys, KEYS * dim * bits_of(blocks[block].key_kind) / 8);
         fetch(blocks[block].values, there * wide * bits_of(blocks[block].value_kind) / 8);
     }
-    for (int64_t m = 0; m < count; m += MAX_ROWS) {
-        const int64_t rows = count - m < MAX_ROWS ? count - m : MAX_ROWS;
-        score_all(rows, q + m * deep, dim, deep, blocks, start, used, factor, weights + m * SPLIT);
-    }
+    score_queries(count, q, dim, blocks, start, used, factor, weights);
+    if (tree) score_branches(c, u, base, text, {start * KEYS, used * KEYS, false}, q, factor, by_slot, own_values + SPLIT * wide, weights);
     if (c.softcap != 0.0f) {
         const F16 cap = set(c.softcap);
         for (int64_t m = 0; m < count; m++) {
@@ -294,10 +349,10 @@ void attend_split(const AttentionCall& c, const AttentionUnit& u, int64_t split,
         const int64_t rows = count - m < MAX_ROWS ? count - m : MAX_ROWS;
         // Together over what all of them see, then each over its own rest: a row never meets a later row's value, not
         // even with weight 0, which would turn an infinity there into a NaN here.
-        int64_t seen[QUERIES], common = keys_here;
+        int64_t seen[QUERIES], common = text;
         for (int64_t i = m; i < m + rows; i++) {
             const int64_t own = b.position[u.row + i / per_row] - base + 1;
-            seen[i] = own < 0 ? 0 : own < keys_here ? own : keys_here;
+            seen[i] = own < 0 ? 0 : own < text ? own : text;
             common = seen[i] < common ? seen[i] : common;
         }
         const int64_t rest = common < start * KEYS ? start * KEYS : common;
@@ -305,6 +360,9 @@ void attend_split(const AttentionCall& c, const AttentionUnit& u, int64_t split,
         for (int64_t i = m; i < m + rows; i++)
             if (seen[i] > rest) mix_all(1, weights + i * SPLIT, blocks, {rest, seen[i], true}, wide, out.values + i * wide);
     }
+    for (int64_t row = 0; tree && row < u.rows; row++)
+        mix_branch(c, s, u.kv_head, branch_of(b, u.row + row, base, text), per_row, weights + row * per_row * SPLIT,
+                   own_values + SPLIT * wide, out.values + row * per_row * wide);
 }
 
 // Adds the sums of a split to those before it.

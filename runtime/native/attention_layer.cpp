@@ -8,9 +8,7 @@ void units_of(const Heads& h, const Path& path, const Batch& batch, std::vector<
     units.clear();
     for (int64_t row = 0; row < batch.rows;) {
         int64_t rows = 1;
-        while (batch.tail_at[row] < 0 && row + rows < batch.rows && (rows + 1) * per_head <= limit &&
-               batch.request[row + rows] == batch.request[row] && batch.tail_at[row + rows] < 0)
-            rows++;
+        while (row + rows < batch.rows && (rows + 1) * per_head <= limit && batch.request[row + rows] == batch.request[row]) rows++;
         for (int64_t head = 0; head < h.kv_heads; head++)
             for (int64_t from = 0; from < per_head; from += limit)
                 units.push_back({row, rows, head, head * per_head + from, head * per_head + std::min(per_head, from + limit)});

@@ -99,6 +99,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "largest": (_I, [_I, _P, _I, _I]),
     "rotate": (None, [_I, _P, _I, _I, _I, _I, _P, _P]),
     "remember": (None, [_I, _P, _I, _P, _I, _P, _P, _P]),
+    "move": (None, [_P, _I, _P, _I, _P, _P]),
     "attend": (None, [_I, _P, _P, _I, _I, c_float, c_float, _P, _P, _P, _P]),
     "uniforms": (None, [c_uint64, c_uint64, c_uint64, c_uint64, _I, _P]),
     "read": (c_double, [_P, _P, _I, _P]),

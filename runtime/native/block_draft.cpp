@@ -11,12 +11,16 @@ namespace specpress {
 void BlockDraft::append(BlockText& text, int64_t layer, const float* found) {
     const int64_t size = net_.kv_heads * net_.dim;
     const int64_t kept = text.held + text.fresh <= text.capacity ? text.held : std::min(text.held, net_.window - text.fresh);
-    for (int64_t part = 0; part < 2; part++) {
-        float* rows = text.keys_values + (layer * 2 + part) * text.capacity * size;
-        if (kept < text.held) std::memmove(rows, rows + (text.held - kept) * size, static_cast<size_t>(kept * size) * 4);
-        for (int64_t i = 0; i < text.fresh; i++)
-            std::memcpy(rows + (kept + i) * size, found + (i * 2 + part) * size, static_cast<size_t>(size) * 4);
+    float *keys = text.keys_values + layer * 2 * text.capacity * size, *values = keys + text.capacity * size;
+    const int64_t gone = text.held - kept;
+    for (int64_t d = 0; d < size; d++) {
+        float* of = keys + d * text.capacity;
+        if (gone) std::memmove(of, of + gone, static_cast<size_t>(kept) * 4);
+        for (int64_t i = 0; i < text.fresh; i++) of[kept + i] = found[i * 2 * size + d];
     }
+    if (gone) std::memmove(values, values + gone * size, static_cast<size_t>(kept * size) * 4);
+    for (int64_t i = 0; i < text.fresh; i++)
+        std::memcpy(values + (kept + i) * size, found + (i * 2 + 1) * size, static_cast<size_t>(size) * 4);
     if (layer + 1 == net_.layers) text.held = kept + text.fresh;
 }
 
@@ -55,7 +59,7 @@ void BlockDraft::read(BlockText* texts, int64_t requests) {
 
 void BlockDraft::run_layer(const BlockLayer& layer, int64_t number, const BlockText* texts, int64_t requests, int64_t length) {
     const int64_t rows = requests * length, hidden = net_.hidden, size = net_.kv_heads * net_.dim, heads = net_.heads * net_.dim;
-    const int64_t half = net_.dim / 2, room = (net_.window + net_.length + LINE) / LINE * LINE;
+    const int64_t half = net_.dim / 2, room = weights_of_row(), own_room = (length + LINE - 1) / LINE * LINE;
     for (int64_t i = 0; i < rows; i++) norm(x_.data() + i * hidden, layer.attention_norm, normed_.data() + i * hidden);
     product(layer.query, normed_.data(), rows, queries_.data());
     product(layer.keys_values, normed_.data(), rows, own_.data());
@@ -64,17 +68,20 @@ void BlockDraft::run_layer(const BlockLayer& layer, int64_t number, const BlockT
         path_.rotate(queries_.data() + i * heads, net_.heads, net_.dim, half, cos_ + place * half, sin_ + place * half);
         path_.rotate(own_.data() + i * 2 * size, net_.kv_heads, net_.dim, half, cos_ + place * half, sin_ + place * half);
     }
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t d = 0; d < size; d++) own_keys_[(i / length * size + d) * own_room + i % length] = own_[i * 2 * size + d];
     const float scale = 1.0f / std::sqrt(static_cast<float>(net_.dim));
     pool_.run(rows * net_.heads, net_.heads, [&](int thread, int64_t begin, int64_t end) {
         for (int64_t unit = begin; unit < end; unit++) {
             const int64_t row = unit / net_.heads, head = unit % net_.heads, shared = head / (net_.heads / net_.kv_heads) * net_.dim;
             const BlockText& text = texts[row / length];
             const int64_t seen = std::min(text.held, net_.window);
-            const float* keys = text.keys_values + (number * 2 * text.capacity + text.held - seen) * size + shared;
-            const float* own = own_.data() + row / length * length * 2 * size + shared;
-            path_.look({queries_.data() + row * heads + head * net_.dim, keys, keys + text.capacity * size, own, own + size, seen,
-                        seen + length, size, 2 * size, net_.dim, scale, weights_.data() + thread * room,
-                        mixed_.data() + row * heads + head * net_.dim});
+            const float* keys = text.keys_values + number * 2 * text.capacity * size;
+            const float* own = own_.data() + row / length * length * 2 * size + size;
+            path_.look({queries_.data() + row * heads + head * net_.dim,
+                        {keys + shared * text.capacity + text.held - seen, keys + (text.capacity + text.held - seen) * size + shared, seen, text.capacity, size},
+                        {own_keys_.data() + (row / length * size + shared) * own_room, own + shared, length, own_room, 2 * size},
+                        net_.dim, scale, weights_.data() + thread * room, mixed_.data() + row * heads + head * net_.dim});
         }
     });
     product(layer.output, mixed_.data(), rows, branch_.data());
@@ -100,10 +107,13 @@ bool BlockDraft::draft(const float* cos, const float* sin, BlockText* texts, int
     specpress::grow(read_, requests * 2 * hidden), specpress::grow(x_, rows * hidden), specpress::grow(normed_, rows * hidden), specpress::grow(branch_, rows * hidden);
     specpress::grow(queries_, rows * heads), specpress::grow(mixed_, rows * heads), specpress::grow(own_, rows * 2 * net_.kv_heads * net_.dim);
     specpress::grow(gate_up_, rows * 2 * net_.intermediate), specpress::grow(gated_, rows * net_.intermediate);
-    specpress::grow(weights_, pool_.threads() * ((net_.window + net_.length + LINE) / LINE * LINE));
+    specpress::grow(own_keys_, requests * net_.kv_heads * net_.dim * ((length + LINE - 1) / LINE * LINE));
+    specpress::grow(weights_, pool_.threads() * weights_of_row());
     for (int64_t r = 0; r < requests; r++) {
-        std::memcpy(read_.data() + r * 2 * hidden, texts[r].embedded, static_cast<size_t>(hidden) * 4);
-        std::memcpy(read_.data() + r * 2 * hidden + hidden, texts[r].last, static_cast<size_t>(hidden) * 4);
+        float* to = read_.data() + r * 2 * hidden;
+        unpack_floats(net_.embedding, net_.embedding_type, texts[r].token * hidden, hidden, to);
+        norm(to, ones_.data(), to);
+        std::memcpy(to + hidden, texts[r].last, static_cast<size_t>(hidden) * 4);
     }
     product(net_.common, read_.data(), requests, branch_.data());
     for (int64_t row = 0; row < rows; row++)

@@ -19,19 +19,21 @@ struct BlockNetwork {
     const Weights* whole;   // the target's own head, asked where the short one is unsure of a first token
     const int64_t* frequent;                             // [logits]: the tokens of a short head, in order; null: it is not short
     const BlockLayer* layer;
-    const float *of_token, *of_memory, *gates, *adds;    // [vocabulary][2 * rank], [2 * rank][rank], [2 * rank], [vocabulary][rank]
+    const float *of_token, *of_memory, *gates;           // [vocabulary][2 * rank], [rank][2 * rank], [2 * rank]
+    const uint16_t* adds;                                // [vocabulary][rank] bf16
     const float* sure;                                   // [hidden + rank + 2]
+    const void* embedding;                               // [vocabulary][hidden], of a ScaleType
+    int64_t embedding_type;
 };
 
 // One text; `end` is the place of its last token. Of tokens before it some states may never have come.
 struct BlockText {
-    float* keys_values;     // [layers][2][capacity][kv_heads * dim]
+    float* keys_values;     // [layers]: keys [kv_heads * dim][capacity] and values [capacity][kv_heads * dim]
     float* last;            // [hidden]: the last fused state
     int64_t capacity, held, end;
     const float* unread;    // [fresh][taps * hidden]: states that were not read yet
     const int64_t* at;      // [fresh]: the places of their tokens, in order
     int64_t fresh;          // at most the window
-    const float* embedded;  // [hidden], of the last token, normed
     int64_t token;
     int64_t budget;         // nodes of its tree; 0: it is grown elsewhere
 };
@@ -57,7 +59,7 @@ struct BlockTrees {
 class BlockDraft {
    public:
     BlockDraft(const BlockNetwork& network, const Model& workspace, const Path& path, Pool& pool)
-        : net_(network), path_(path), pool_(pool), work_(workspace, path, pool) {}
+        : net_(network), path_(path), pool_(pool), work_(workspace, path, pool), ones_(static_cast<size_t>(network.hidden), 1.0f) {}
 
     // Reads what texts have not read, computes `length` places behind each, and grows the trees that have a budget. False
     // where logits are not finite.
@@ -87,12 +89,14 @@ class BlockDraft {
     void norm(const float* x, const float* weight, float* out) {
         path_.norm(x, weight, net_.hidden, net_.eps, 0.0f, out, scratch_.data());
     }
+    // Floats of a row's weights: of the text and of the block, each in whole vectors.
+    int64_t weights_of_row() const { return (net_.window + net_.length + 3 * LINE) / LINE * LINE; }
     void read(BlockText* texts, int64_t requests);
     void append(BlockText& text, int64_t layer, const float* found);
     void run_layer(const BlockLayer& layer, int64_t number, const BlockText* texts, int64_t requests, int64_t length);
     void grow(const BlockText& text, int64_t length, const BlockGrowth& growth, const BlockPlaces& places, const BlockTrees& trees, int64_t request);
     void consider(const float* base, int64_t size, const int64_t* names, int64_t count, Considered& found);
-    void judge(const float* memory, const Considered& found, int64_t branch, Children& out) const;
+    void judge(const float* memory, const Considered& found, int64_t branch, Children& out);
     double confidence(const float* row, const float* memory, Children& of) const;
     void expand(const BlockPlaces& places, int64_t depth, int64_t token, const float* before, const BlockGrowth& growth, float* after, Children& out);
 
@@ -102,12 +106,13 @@ class BlockDraft {
     Pool& pool_;
     std::mutex one_;
     Decoder work_;
-    std::vector<float> scratch_, tapped_, fused_, read_, x_, normed_, queries_, own_, mixed_, branch_, gate_up_, gated_, weights_;
-    std::vector<float> memories_, gates_, highest_, whole_;
+    const std::vector<float> ones_;
+    std::vector<float> scratch_, tapped_, fused_, read_, x_, normed_, queries_, own_, mixed_, own_keys_, branch_, gate_up_, gated_, weights_;
+    std::vector<float> memories_, gates_, scores_, whole_;
+    std::vector<uint8_t> steps_;
     std::vector<Node> nodes_;
     std::vector<Children> children_;
     std::vector<Considered> considered_;
-    std::vector<int64_t> order_;
 };
 
 }  // namespace specpress

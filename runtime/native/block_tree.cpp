@@ -8,53 +8,42 @@
 
 namespace specpress {
 
-// The tokens with the `count` largest of a place's logits, the largest first, of equals the lower token. names: which token
-// each number is of, in order; null: of the token at its place.
+// The tokens whose logits lie at most so many eighths of a nat below a place's largest one as it takes to have `count` of
+// them (block.py, _considered). names: which token each number is of, in order; null: of the token at its place.
 void BlockDraft::consider(const float* base, int64_t size, const int64_t* names, int64_t count, Considered& found) {
-    const int64_t parts = (size + 63) / 64;
-    std::vector<int64_t>& at = order_;
-    specpress::grow(highest_, 2 * parts);
-    path_.maxima(base, size, highest_.data());
-    // So many parts have a number that is at least this large: no smaller one is among the largest.
-    float least = -INFINITY;
-    if (parts > count) {
-        std::copy(highest_.begin(), highest_.begin() + parts, highest_.begin() + parts);
-        std::nth_element(highest_.begin() + parts, highest_.begin() + parts + count - 1, highest_.begin() + 2 * parts, std::greater<float>());
-        least = highest_[parts + count - 1];
-    }
-    at.clear();
-    for (int64_t part = 0; part < parts; part++) {
-        if (highest_[part] < least) continue;
-        for (int64_t i = part * 64; i < std::min(part * 64 + 64, size); i++)
-            if (base[i] >= least) at.push_back(i);
-    }
-    const int64_t kept = std::min<int64_t>(count, static_cast<int64_t>(at.size()));
-    std::partial_sort(at.begin(), at.begin() + kept, at.end(),
-                      [&](int64_t a, int64_t b) { return base[a] > base[b] || (base[a] == base[b] && a < b); });
-    at.resize(static_cast<size_t>(kept));
+    constexpr int LAST = 255;
     found.tokens.clear(), found.logits.clear();
-    for (const int64_t i : at) {
+    const int64_t best = path_.largest(base, size, size);
+    if (best < 0) return;  // no numbers: there are no children
+    const float highest = base[best];
+    steps_.resize(static_cast<size_t>(size));
+    int64_t counts[LAST + 1] = {};
+    for (int64_t i = 0; i < size; i++) {
+        const float below = (highest - base[i]) * 8.0f;
+        steps_[i] = static_cast<uint8_t>(below < LAST ? static_cast<int>(below) : LAST);
+        counts[steps_[i]]++;
+    }
+    int last = 0;
+    for (int64_t there = counts[0]; there < count && last < LAST; there += counts[last]) last++;
+    for (int64_t i = 0; i < size; i++) {
+        if (steps_[i] > last) continue;
         found.tokens.push_back(names ? names[i] : i);
         found.logits.push_back(base[i]);
     }
 }
 
 // The children that follow from a memory, of the tokens considered, with their probabilities among these.
-void BlockDraft::judge(const float* memory, const Considered& found, int64_t branch, Children& out) const {
-    std::vector<std::pair<double, int64_t>> scored(found.tokens.size());
-    double highest = -INFINITY;
-    for (size_t i = 0; i < scored.size(); i++) {
-        scored[i] = {found.logits[i] + path_.dot(net_.adds + found.tokens[i] * net_.rank, memory, net_.rank), found.tokens[i]};
-        highest = std::max(highest, scored[i].first);
-    }
-    double total = 0.0;
-    for (const auto& one : scored) total += std::exp(one.first - highest);
-    std::stable_sort(scored.begin(), scored.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
-    scored.resize(std::min<size_t>(scored.size(), static_cast<size_t>(branch)));
+void BlockDraft::judge(const float* memory, const Considered& found, int64_t branch, Children& out) {
+    const int64_t count = static_cast<int64_t>(found.tokens.size());
+    specpress::grow(scores_, count + LINE);
+    float highest;
+    const float total = path_.weigh({net_.adds, memory, found.logits.data(), found.tokens.data(), count, net_.rank, scores_.data(), &highest});
     out.tokens.clear(), out.shares.clear();
-    for (const auto& one : scored) {
-        out.shares.push_back(std::exp(one.first - highest) / total);
-        out.tokens.push_back(one.second);
+    for (int64_t n = 0; n < std::min(branch, count); n++) {
+        const int64_t best = std::max_element(scores_.begin(), scores_.begin() + count) - scores_.begin();
+        out.shares.push_back(std::exp(static_cast<double>(scores_[best]) - highest) / total);
+        out.tokens.push_back(found.tokens[best]);
+        scores_[best] = -INFINITY;
     }
 }
 
@@ -100,14 +89,13 @@ void BlockDraft::grow(const BlockText& text, int64_t length, const BlockGrowth& 
         }
     };
     const int64_t rank = net_.rank;
-    specpress::grow(memories_, (text.budget + 2) * rank), specpress::grow(gates_, 2 * rank);
+    specpress::grow(memories_, (text.budget + 1) * rank), specpress::grow(gates_, 2 * rank);
     children_.resize(static_cast<size_t>(text.budget + 1)), considered_.resize(static_cast<size_t>(net_.length));
     for (auto& found : considered_) found.tokens.clear();
     nodes_.clear();
     std::priority_queue<Offer> offers;
-    // Node n has the memory n + 2 and the children n + 1; the root, -1, begins with the first memory, of zeros.
-    std::fill(memories_.begin(), memories_.begin() + rank, 0.0f);
-    auto memory = [&](int64_t node) { return memories_.data() + (node + 2) * rank; };
+    // Node n has the memory and the children n + 1.
+    auto memory = [&](int64_t node) { return memories_.data() + (node + 1) * rank; };
     auto joint = [&](int64_t node) { return node < 0 ? 1.0 : nodes_[node].joint; };
     auto offer = [&](int64_t node, int64_t number) {
         const Children& found = children_[node + 1];
@@ -118,12 +106,13 @@ void BlockDraft::grow(const BlockText& text, int64_t length, const BlockGrowth& 
         expand(places, depth, token, before, growth, memory(node), children_[node + 1]);
         offer(node, 0);
     };
-    open(-1, 0, text.token, memories_.data());
+    open(-1, 0, text.token, nullptr);
     while (!offers.empty() && static_cast<int64_t>(nodes_.size()) < text.budget && offers.top().joint >= growth.worth) {
         const Offer best = offers.top();
         offers.pop();
         const int64_t depth = best.parent < 0 ? 1 : nodes_[best.parent].depth + 1, number = static_cast<int64_t>(nodes_.size());
         nodes_.push_back({children_[best.parent + 1].tokens[best.rank], best.parent, depth, best.joint});
+        if (number + 1 == text.budget) break;  // nobody asks what would follow
         offer(best.parent, best.rank + 1);
         open(number, depth, nodes_.back().token, memory(best.parent));
     }

@@ -29,7 +29,8 @@ float half_to_float(uint16_t h) {
     return out;
 }
 
-// Numbers `first` to first + count of a table of SCALE_F32, SCALE_BF16 or SCALE_F16.
+}  // namespace
+
 void unpack_floats(const void* table, int64_t type, int64_t first, int64_t count, float* out) {
     if (type == SCALE_F32) {
         std::memcpy(out, static_cast<const float*>(table) + first, static_cast<size_t>(count) * 4);
@@ -45,8 +46,6 @@ void unpack_floats(const void* table, int64_t type, int64_t first, int64_t count
         }
     }
 }
-
-}  // namespace
 
 void unpack_row(const Weights& w, int64_t n, float* out);
 

@@ -200,6 +200,9 @@ void attend_all(const Path& path, Pool& pool, const AttentionCall& call, const s
 
 constexpr int64_t LINE = 64;  // bytes
 
+// Numbers first to first + count of a table of SCALE_F32, SCALE_BF16 or SCALE_F16 (decoder.cpp).
+void unpack_floats(const void* table, int64_t type, int64_t first, int64_t count, float* out);
+
 // How a chain is sampled: exponential noise [limit] for each of its steps; without `steps` it is greedy.
 struct ChainNoise {
     double temperature;

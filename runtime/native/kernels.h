@@ -81,6 +81,9 @@ inline int64_t values_of(const Heads& h) { return h.value_dim ? h.value_dim : h.
 // Queries, keys and values of a row, side by side.
 inline int64_t row_of_heads(const Heads& h) { return (h.heads + h.kv_heads) * h.dim + h.kv_heads * values_of(h); }
 
+// Slots from[i] of the memory of a cache in floats or int8 to to[i], in all layers; all are read first (moves.cpp).
+void move_slots(const Heads& h, int64_t layers, const Store& s, int64_t count, const int64_t* from, const int64_t* to);
+
 // One forward's rows. A row sees keys first..position of its request (first by the window).
 struct Batch {
     int64_t rows;
@@ -171,19 +174,34 @@ struct MambaStep {
     float *to, *out;
 };
 
-// A row and head of the drafter `block`: keys and values of the text, and then of the block's own rows.
+// Keys of the drafter `block`, dimension by dimension, as far as whole vectors of them; and values, row by row.
+struct BlockSeen {
+    const float *keys, *values;
+    int64_t count, key_stride, value_stride;
+};
+// A row and head: what it sees of the text, and then of the block's own rows.
 struct BlockLook {
-    const float *query, *keys, *values, *own_keys, *own_values;
-    int64_t text, count, stride, own_stride, dim;
+    const float* query;
+    BlockSeen text, own;
+    int64_t dim;
     float scale;
-    float *weights, *out;  // [count, in whole vectors], [dim]
+    float *weights, *out;  // [count of both, each in whole vectors], [dim]
 };
 
-// What it remembers behind a token: of_token, of_row and constant [2 * rank], of_memory [2 * rank][rank].
+// What it remembers behind a token, having remembered `before` (null: nothing, which is zeros): of_token, of_row and constant [2 * rank], of_memory [rank][2 * rank].
 struct BlockStep {
     const float *of_token, *of_row, *constant, *of_memory, *before;
     int64_t rank;
     float *gates, *after;  // [2 * rank], [rank]
+};
+
+// What its memory [rank] makes of the logits of tokens [count]: adds [vocabulary][rank] bf16, scores [count, in whole vectors].
+struct BlockWeigh {
+    const uint16_t* adds;
+    const float *memory, *logits;
+    const int64_t* tokens;
+    int64_t count, rank;
+    float *scores, *highest;
 };
 
 struct Path {
@@ -231,9 +249,10 @@ struct Path {
     int64_t (*largest)(const float* x, int64_t size, int64_t limit);
     // The sequences of tiles begin..end of a column of a trellis (trellis_encode.cpp).
     void (*encode)(const TrellisTask& task, int64_t begin, int64_t end);
-    // Of the drafter `block` (block_math.cpp): an inner product, the largest of each 64 numbers, attention, its memory.
+    // Of the drafter `block` (block_math.cpp): an inner product; scores, whose sum of e^(score − highest) it returns; attention;
+    // its memory.
     float (*dot)(const float* a, const float* b, int64_t size);
-    void (*maxima)(const float* x, int64_t size, float* out);
+    float (*weigh)(const BlockWeigh& w);
     void (*look)(const BlockLook& l);
     void (*block_step)(const BlockStep& s);
     bool unsigned_dot;

@@ -47,7 +47,7 @@ int64_t tile_rows();
 int64_t largest(const float*, int64_t, int64_t);
 void encode(const TrellisTask&, int64_t, int64_t);
 float dot(const float*, const float*, int64_t);
-void maxima(const float*, int64_t, float*);
+float weigh(const BlockWeigh&);
 void look(const BlockLook&);
 void block_step(const BlockStep&);
 
@@ -57,7 +57,7 @@ const Path path = {
      linear_three_of_four},
     quantize, widen, norm, layer_norm, gated, capped, sigmoid, decay, delta_step, mamba_steps, mamba_step, to_halves, from_halves, to_codes, from_codes,
     rotate, turn, remember, attend, attend_split, choose,
-    attention_scratch, attention_part, tile_rows, largest, encode, dot, maxima, look, block_step, UNSIGNED_DOT,
+    attention_scratch, attention_part, tile_rows, largest, encode, dot, weigh, look, block_step, UNSIGNED_DOT,
 };
 
 }  // namespace SPECPRESS_PATH

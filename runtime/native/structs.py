@@ -209,7 +209,8 @@ class BlockNetworkStruct(Structure):
         ("eps", c_float),
         *_all(c_void_p, "tap_norms", "fuse_norm", "places", "norm"),
         *_all(POINTER(WeightsStruct), "fuse", "common", "of_row", "head", "whole"),
-        *_all(c_void_p, "frequent", "layer", "of_token", "of_memory", "gates", "adds", "sure"),
+        *_all(c_void_p, "frequent", "layer", "of_token", "of_memory", "gates", "adds", "sure", "embedding"),
+        ("embedding_type", c_int64),
     ]
 
 
@@ -229,9 +230,7 @@ class BlockTextStruct(Structure):
         *_all(c_void_p, "keys_values", "last"),
         *_all(c_int64, "capacity", "held", "end"),
         *_all(c_void_p, "unread", "at"),
-        ("fresh", c_int64),
-        ("embedded", c_void_p),
-        *_all(c_int64, "token", "budget"),
+        *_all(c_int64, "fresh", "token", "budget"),
     ]
 
 

@@ -12,6 +12,7 @@ from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
+from runtime.cache.tree_rows import depths
 from runtime.sampling.constraint import Constraint
 from runtime.sampling.noise import Memo
 from runtime.sampling.params import Sampling
@@ -104,10 +105,7 @@ class Draft:
     @cached_property
     def depths(self) -> list[int]:
         """For each of the n tokens how many others stand between it and the text."""
-        above: list[int] = []
-        for parent in self.parents:
-            above.append(0 if parent < 0 else above[parent] + 1)
-        return above
+        return depths(self.parents)
 
     @cached_property
     def paths(self) -> list[list[int]]:
@@ -218,6 +216,16 @@ class StateReader(Protocol):
         was settled that nothing is drafted, though the last round before a draft is read in any case. A request that
         gave its place back (`close`) begins anew.
         """
+
+
+@runtime_checkable
+class WeighsRows(Protocol):
+    """What a drafter may offer besides its contract: it ends a draft where no further token is worth its row.
+
+    worth  below which probability a token that the text comes to is not; an engine that knows what rows take sets it.
+    """
+
+    worth: float
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,12 @@ from statistics import median
 from typing import NamedTuple
 
 from runtime.speculative.measured import NOTHING_KNOWN, Drafted, Gains, Prior, Times
-from runtime.speculative.spending import SLOW, Spending, rounds_until
+from runtime.speculative.spending import SLOW, Spending, rounds_until, worth
 
 LONGEST = 16
 # How often longer drafts are looked at before a choice holds for long.
 _LOOKS = 3
-# What a round leaves of the most that reading took lately.
-_UNREAD = 0.9
+_UNREAD = 0.9  # what a round leaves of the most that reading took lately
 # What drafting must promise over not drafting where requests share forwards. A round's rate does not show that texts of
 # a batch which gain unevenly end unevenly, so that later forwards are shared by fewer.
 MARGIN = 1.15
@@ -26,8 +25,7 @@ MARGIN = 1.15
 # while that was accepted whole: four rows of a mixture of experts may cost twice as much as one. Until one is accepted,
 # drafts after the first are made only as far as the credit goes.
 _OPENING_PLAIN, _OPENING_DRAFTS, _OPENING_LONGEST, _OPENING_MOST, _TWO = 2, 3, 4, 26, 2.5
-# Of a rest's rounds so many last ones tell what not drafting takes.
-_RESTED = 9
+_RESTED = 9  # of a rest's rounds so many last ones tell what not drafting takes
 # A look that found nothing to draft is repeated so often: it has cost nothing, and told nothing of what drafts bring.
 _REPEATS = 8
 # A choice holds for so many rounds at first, and twice as long each time that it is made again: choosing takes as long
@@ -83,6 +81,7 @@ class Controller:
         self.limit = limit
         self.widths = widths
         self.spent = Spending()
+        self.worth: float | None = None  # the probability of a token that is just worth its row; None: not known yet
         self._times, self._gains = Times(prior, widths), Gains(prior)
         self._opening = prior is None
         self._opening_length = 0  # tokens of the next of the first drafts
@@ -107,8 +106,7 @@ class Controller:
     def resting(self, batch: int) -> bool:
         """Whether it is settled that the next round of `batch` requests drafts nothing.
 
-        Such a round need not be asked for: what it took is told to `rested`, which costs a tenth of asking and telling,
-        and those together as much as a small model's fortieth of a forward.
+        Such a round need not be asked for: what it took is told to `rested`, which costs a tenth of asking and telling.
         """
         return self._rest > 0 and batch == self._held[0]
 
@@ -164,6 +162,8 @@ class Controller:
             return DraftBudget(held, batch)
         rates = self.rates(batch, most)
         best = max(range(most + 1), key=rates.__getitem__)
+        rows = batch * max(best, 1)
+        self.worth = worth(self._times.target(batch + rows) - self._times.target(batch), rows, rates[best])
         if best > 0 and not (
             self._pays(batch, missing, rates[0], rates[best], unread) and self._affords(batch, best, batch)
         ):
@@ -263,7 +263,7 @@ class Controller:
                 self._next = DraftBudget(0, found.batch), self._look
             # Feeding a draft model what it has missed meanwhile is part of what a probe costs.
             gained = found.batch + sum(draft.accepted for draft in found.drafts)
-            # A round in which the machine was elsewhere is not what looking costs.
+            # Not if the machine was elsewhere.
             usual = min(taken, SLOW * expected) if expected > 0 and not found.unread else taken
             lost = max(0.0, usual - gained / self._look.rate)
             if self._look.longer:

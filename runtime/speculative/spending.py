@@ -51,6 +51,12 @@ class Spending:
         return LENGTHENING * self.seconds + _LONGER_CREDIT * plain - self.longer
 
 
+def worth(seconds: float, rows: int, rate: float) -> float:
+    """The probability of a token that gains what its row takes, where so many more rows take so many seconds and a
+    round gains `rate` tokens a second."""
+    return max(0.0, seconds) / rows * rate
+
+
 def rounds_until(lacking: float, plain: float) -> int:
     """Rounds without drafts until what drafts may cost has grown by so many seconds; 0: they can be afforded."""
     return max(0, math.ceil(lacking / (PROBING * plain))) if plain > 0 else 0

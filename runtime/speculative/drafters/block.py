@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.kernels.native_linear import NativeLinear
-from runtime.sampling.candidates import Candidates, largest, ranked
+from runtime.sampling.candidates import Candidates, ranked
 from runtime.sampling.distribution import Distributions, argmax_tokens
 from runtime.speculative.draft import Draft, Outcome, Request, TakenStates
 from runtime.speculative.drafters.block_native import Asked, Growth, NativeBlocks, NativeText
@@ -20,13 +20,14 @@ from runtime.speculative.drafters.block_network import BlockNetwork, Floats, Pla
 from runtime.speculative.drafters.tree_growth import ROOT, Tree
 from runtime.speculative.verify import Rule
 
-# A token that the text comes to with a lower probability is not worth its row: eight rows cost a fifth more than one.
+# A token that the text comes to with a lower probability is not worth its row where eight rows cost a fifth more than
+# one, which is what large models are like.
 WORTH = 0.03
 # Where a short head gives a draft's first token a lower probability the target's own head is asked for it: there the
 # token may be a rare one.
 UNSURE = 0.15
-# Tokens of a place that the memory chooses among: those that its row alone finds most probable.
-_CONSIDERED = 32
+# Tokens of a place that the memory chooses among: so many, or a few more, that its row alone finds most probable.
+_CONSIDERED = 256
 
 
 @dataclass
@@ -46,12 +47,17 @@ class _Text:
     plain: tuple[list[Tensor], Tensor] | None = None
     native: NativeText | None = None
 
-    def take(self, window: int) -> tuple[Tensor, list[int]] | None:
+    def take(self, window: int) -> tuple[Tensor, Sequence[int]] | None:
         """The unread states that can be seen, (n, taps · hidden), and their places, which are read then; or None."""
         if not self.unread:
             return None
-        found = torch.cat([states for states, _, _ in self.unread])[-window:]
-        places = [place for _, first, count in self.unread for place in range(first, first + count)][-window:]
+        places: Sequence[int]
+        if len(self.unread) == 1:
+            found, first, count = self.unread[0]
+            places = range(first, first + count)
+        else:
+            found = torch.cat([states for states, _, _ in self.unread])[-window:]
+            places = [place for _, first, count in self.unread for place in range(first, first + count)][-window:]
         self.unread.clear()
         self.waiting = 0
         return found, places
@@ -65,9 +71,9 @@ class BlockDrafter:
              No draws in any case, so that Draft.probs is None.
     branch   the most children of a node; 1: chains.
 
-    The tree grows where it is most probable, and ends where no token is worth a row; the budget counts nodes. A request
-    whose states have not come (its text was in the cache) gets an empty draft. States are read
-    when a draft is asked for, the last `window` of them; some of rounds without drafts may be missing among them.
+    The tree grows where it is most probable, and ends where no token is worth a row (WeighsRows); the budget counts
+    nodes. A request whose states have not come (its text was in the cache) gets an empty draft. States are read when a
+    draft is asked for, the last `window` of them; some of rounds without drafts may be missing among them.
     """
 
     name = "block"
@@ -76,6 +82,7 @@ class BlockDrafter:
         self._network, self._branch = network, branch
         self._native = NativeBlocks(network) if isinstance(network.fuse, NativeLinear) else None
         self._rule: Rule = verify
+        self.worth = WORTH
         self._texts: dict[int, _Text] = {}
 
     @property
@@ -101,7 +108,6 @@ class BlockDrafter:
             while text.waiting - text.unread[0][2] >= window:
                 text.waiting -= text.unread.popleft()[2]
 
-    @torch.inference_mode()
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         """One pass of the network for all requests; then each one's tree."""
         drafts = [Draft() for _ in requests]
@@ -114,11 +120,11 @@ class BlockDrafter:
         # The most probable tokens of greedy texts are found natively; noise, penalties and the like are numpy's.
         plain = [requests[i].sampling.greedy and requests[i].sampling.plain for i in ready]
         if self._native is None:
-            seen = self._see(texts)
-            places = self._network.draft(seen, [requests[i].tokens[-1] for i in ready], length)
-            for each in places:
+            with torch.inference_mode():
+                found = self._network.draft(self._see(texts), [requests[i].tokens[-1] for i in ready], length)
+            for each in found:
                 argmax_tokens(each.base, "draft")
-            grown = [Draft() for _ in ready]
+            grown, places = [Draft() for _ in ready], list[Places | None](found)
         else:
             asked = [
                 Asked(
@@ -128,10 +134,9 @@ class BlockDrafter:
                 )
                 for i, text, simple in zip(ready, texts, plain, strict=True)
             ]
-            grown, places = self._native.draft(asked, length, Growth(self._branch, _CONSIDERED, WORTH, UNSURE))
-        for i, each, draft, simple in zip(ready, places, grown, plain, strict=True):
-            known = simple and self._native is not None
-            drafts[i] = draft if known else self._grow(requests[i], budgets[i], each)
+            grown, places = self._native.draft(asked, length, Growth(self._branch, _CONSIDERED, self.worth, UNSURE))
+        for i, own, draft in zip(ready, places, grown, strict=True):
+            drafts[i] = draft if own is None else self._grow(requests[i], budgets[i], own)
         return drafts
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
@@ -184,7 +189,7 @@ class BlockDrafter:
                 offer(node, 0)
 
         expand(ROOT, np.zeros(self._network.about.rank, np.float32))
-        while heap and len(tree.tokens) < budget and -heap[0][0] >= WORTH:
+        while heap and len(tree.tokens) < budget and -heap[0][0] >= self.worth:
             _, parent, rank = heapq.heappop(heap)
             node = tree.take(parent, rank)
             offer(parent, rank + 1)
@@ -224,7 +229,7 @@ class BlockDrafter:
         known: a place's logits, float32; names: their tokens, None: all in order.
         """
         adds = self._network.memory.adds
-        at: NDArray[np.int64] = np.array(largest(known, _CONSIDERED))
+        at = _considered(known)
         tokens = at if names is None else names[at]
         scores = known[at] + adds[tokens] @ memory
         order = np.argsort(-scores, kind="stable")[: self._branch]
@@ -239,3 +244,11 @@ class BlockDrafter:
         rest = (1 - sure) / max(1e-9, 1 - best)
         shares = [sure, *(share * rest for share in others)]
         return Candidates(found.tokens, shares, shares)
+
+
+def _considered(logits: NDArray[Any]) -> NDArray[np.int64]:
+    """The tokens whose logits (n,) float32 lie at most so many eighths of a nat below the largest one as it takes to
+    have `_CONSIDERED` of them: to sort all takes longer than all else of a place."""
+    steps = np.minimum((logits.max() - logits) * np.float32(8), 255).astype(np.int64)
+    there = np.bincount(steps, minlength=256).cumsum()
+    return np.flatnonzero(steps <= min(int(np.searchsorted(there, _CONSIDERED)), 255))

@@ -3,8 +3,8 @@
 import ctypes
 import weakref
 from collections.abc import Sequence
-from ctypes import byref, pointer
-from dataclasses import astuple, dataclass, field
+from ctypes import addressof, byref, c_int64, pointer
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor
 from runtime.contract import integers
 from runtime.kernels.native_linear import NativeLinear
 from runtime.model.layers import Linear
+from runtime.model.native_model import TABLES
 from runtime.native.binding import PATHS, require
 from runtime.native.structs import (
     BlockGrowthStruct,
@@ -32,14 +33,16 @@ from runtime.speculative.drafters.block_network import BlockNetwork, Floats, Pla
 _POSITIONS = 1024
 
 
-@dataclass
 class NativeText:
-    """Keys and values of a text's tokens (layers, 2, capacity, kv_heads · head_dim), of which `held` are there, and
-    the last fused state (hidden,); all float32."""
+    """What native code keeps of one text: its `struct` says how many tokens' keys and values are held.
 
-    keys_values: Tensor
-    last: Tensor
-    held: int = 0
+    keys_values  (layers, 2, capacity · kv_heads · head_dim) float32: keys by dimension, values by token.
+    last         the last fused state (hidden,) float32.
+    """
+
+    def __init__(self, layers: int, capacity: int, size: int, hidden: int) -> None:
+        self.keys_values, self.last = torch.empty(layers, 2, capacity * size), torch.empty(hidden)
+        self.struct = BlockTextStruct(self.keys_values.data_ptr(), self.last.data_ptr(), capacity)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +75,7 @@ class NativeBlocks:
     network: BlockNetwork
     _kept: list[Any] = field(default_factory=list)
     _places: list[Floats] = field(default_factory=list, init=False)
+    _reached: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         network, about = self.network, self.network.about
@@ -84,7 +88,10 @@ class NativeBlocks:
             for name in ("query", "keys_values", "output", "gate_up", "down"):
                 setattr(struct, name, self._weight(getattr(layer, name)))
         sure = np.concatenate([*network.memory.sure[:2], np.array(network.memory.sure[2:], np.float32)])
-        memory = (network.memory.of_token, network.memory.of_memory, network.memory.gates, network.memory.adds, sure)
+        embedding = network.embedding if network.embedding.dtype in TABLES else network.embedding.float()
+        of_memory = np.ascontiguousarray(network.memory.of_memory.T)
+        adds = torch.from_numpy(network.memory.adds).bfloat16()  # rounded to that already
+        memory = (network.memory.of_token, of_memory, network.memory.gates, adds, sure)
         struct = BlockNetworkStruct(
             *(len(about.taps), about.hidden_size, about.length, about.layers, about.heads, about.kv_heads),
             *(about.head_dim, about.intermediate_size, about.window, about.rank, about.vocab_size, about.logits),
@@ -94,7 +101,8 @@ class NativeBlocks:
             None if network.frequent is None else self._weight(network.whole),
             None if network.frequent is None else self._at(torch.from_numpy(network.frequent)),
             ctypes.addressof(layers),
-            *(self._at(torch.from_numpy(part)) for part in memory),
+            *(self._at(torch.as_tensor(part)) for part in memory),
+            *(self._at(embedding), TABLES[embedding.dtype]),
         )
         # The workspace in which single products run has room for the widest inputs.
         widest = max(2, len(about.taps)) * about.hidden_size
@@ -113,60 +121,65 @@ class NativeBlocks:
     def text(self) -> NativeText:
         """An empty text."""
         about = self.network.about
-        shape = about.layers, 2, 2 * about.window, about.kv_heads * about.head_dim
-        return NativeText(torch.empty(shape), torch.empty(about.hidden_size))
+        return NativeText(about.layers, 2 * about.window, about.kv_heads * about.head_dim, about.hidden_size)
 
-    def draft(self, asked: Sequence[Asked], length: int, growth: Growth) -> tuple[list[Draft], list[Places]]:
-        """A tree for each draft with a budget (else an empty one), and the places of all, which are good until the next
-        call.
+    def draft(self, asked: Sequence[Asked], length: int, growth: Growth) -> tuple[list[Draft], list[Places | None]]:
+        """A tree for each draft with a budget; for each of the others its places, which are good until the next call.
 
         Raises UserError where logits are no numbers.
         """
-        count = len(asked)
+        count, most = len(asked), max(1, max(one.budget for one in asked))
         self._reach(max(one.end for one in asked) + length)
-        ids = torch.tensor([one.token for one in asked])
-        embedded = self.network.normed_embedding(ids)
-        texts, alive = (BlockTextStruct * count)(), list[Tensor]()
-        for i, (struct, one) in enumerate(zip(texts, asked, strict=True)):
-            struct.keys_values, struct.last = one.text.keys_values.data_ptr(), one.text.last.data_ptr()
-            struct.capacity, struct.held, struct.end = one.text.keys_values.shape[2], one.text.held, one.end
+        alive: list[Tensor] = []
+        for one in asked:
+            struct = one.text.struct
+            struct.end, struct.token, struct.budget, struct.fresh = one.end, one.token, one.budget, 0
             if one.unread is not None:
-                states, read_at = one.unread[0], integers(one.unread[1])
-                struct.unread, struct.at, struct.fresh = states.data_ptr(), read_at.data_ptr(), len(read_at)
-                alive.append(read_at)
-            struct.embedded, struct.token, struct.budget = embedded[i].data_ptr(), one.token, one.budget
-        rows = count * length
-        found = self._room(rows)
-        most = max(1, *(one.budget for one in asked))
-        tokens, parents = (np.empty((count, most), np.int64) for _ in range(2))
-        counts = np.zeros(count, np.int64)
-        places, how = BlockPlacesStruct(*(part.ctypes.data for part in found)), BlockGrowthStruct(*astuple(growth))
-        trees = BlockTreesStruct(tokens.ctypes.data, parents.ctypes.data, counts.ctypes.data, most)
+                states, read_at = one.unread
+                struct.unread, struct.fresh = states.data_ptr(), len(read_at)
+                if isinstance(read_at, range):
+                    struct.at = self._order.data_ptr() + read_at.start * self._order.itemsize
+                else:
+                    alive.append(integers(read_at))
+                    struct.at = alive[-1].data_ptr()
+        # As structs of ctypes: to ask numpy for an address takes a microsecond.
+        texts = asked[0].text.struct if count == 1 else (BlockTextStruct * count)(*(one.text.struct for one in asked))
+        tokens, parents, counts = (c_int64 * (count * most))(), (c_int64 * (count * most))(), (c_int64 * count)()
+        how = BlockGrowthStruct(growth.branch, growth.considered, growth.worth, growth.unsure)
+        trees = BlockTreesStruct(*map(addressof, (tokens, parents, counts)), most)
         finite = require().specpress_block_draft(
-            self._handle,
-            *(part.data_ptr() for part in self._turns),
-            *(texts, count, length, byref(how), byref(places), byref(trees)),
+            *(self._handle, *self._angles, byref(texts), count, length),
+            *(byref(how), byref(self._room(count * length)), byref(trees)),
         )
-        for struct, one in zip(texts, asked, strict=True):
-            one.text.held = struct.held
+        if count > 1:
+            for one, struct in zip(asked, texts, strict=True):
+                one.text.struct.held = struct.held
         if not finite:
             raise not_finite("draft")
-        drafts = [Draft(tokens[i, :n].tolist(), parents[i, :n].tolist()) for i, n in enumerate(counts.tolist())]
-        parts = [slice(i * length, (i + 1) * length) for i in range(count)]
-        return drafts, [Places(*(each[part] for each in found)) for part in parts]
+        ends = [(i * most, i * most + found) for i, found in enumerate(counts)]
+        drafts = [Draft(tokens[first:end], parents[first:end]) for first, end in ends]
+        return drafts, [None if one.budget else self._of(i, length) for i, one in enumerate(asked)]
 
-    def _room(self, rows: int) -> list[Floats]:
+    def _of(self, text: int, length: int) -> Places:
+        """The places of one of the texts."""
+        return Places(*(each[text * length : (text + 1) * length] for each in self._places))
+
+    def _room(self, rows: int) -> BlockPlacesStruct:
         """Where so many rows are written. Kept: a large vocabulary's logits would take new pages each time."""
         if not self._places or len(self._places[0]) < rows:
             about = self.network.about
             sizes = about.hidden_size, 2 * about.rank, about.logits
             self._places = [np.empty((rows, size), np.float32) for size in sizes]
-        return [part[:rows] for part in self._places]
+            self._places_struct = BlockPlacesStruct(*(part.ctypes.data for part in self._places))
+        return self._places_struct
 
     def _reach(self, positions: int) -> None:
-        """Makes angles for so many positions."""
-        if positions > len(self._turns[0]):
-            self._turns = self.network.turns(torch.arange(max(positions, 2 * len(self._turns[0]))))
+        """Makes angles for so many positions, and their numbers."""
+        if positions > self._reached:
+            self._reached = max(positions, 2 * self._reached, _POSITIONS)
+            self._order = torch.arange(self._reached)
+            self._turns = self.network.turns(self._order)
+            self._angles = [part.data_ptr() for part in self._turns]
 
     def _at(self, tensor: Tensor) -> int:
         kept = tensor.contiguous()

@@ -68,8 +68,9 @@ class Seen:
 class Memory:
     """What goes along a draft, on the host, all float32.
 
-    of_token (V, 2 · rank); of_memory (2 · rank, rank), gates (2 · rank,); adds (V, rank) to the logits; and of `sure`
-    the parts of a row (hidden,), of the memory (rank,), of the most probable token's logarithm, and the constant.
+    of_token (V, 2 · rank); of_memory (2 · rank, rank), gates (2 · rank,); adds (V, rank) to the logits, bfloat16
+    numbers, for a draft reads many of them; and of `sure` the parts of a row (hidden,), of the memory (rank,), of the
+    most probable token's logarithm, and the constant.
     """
 
     of_token: Floats
@@ -261,7 +262,7 @@ def made(
         _product(normed, floats["of_token"]),
         floats["of_memory"].cpu().numpy(),
         floats["gates"].cpu().numpy(),
-        _product(head.float(), floats["add"].t()),
+        _product(head.float(), floats["add"].t(), torch.bfloat16),
         (sure[:hidden], sure[hidden : hidden + rank], float(sure[-2]), float(sure[-1])),
     )
     return BlockNetwork(
@@ -300,7 +301,7 @@ def _layer(matrix: Tensor, scheme: str, kernel: Kernel) -> Linear:
     return linear(row.codes.format.pack(matrix, row.scheme(size).group_size, **options), None, kernel)
 
 
-def _product(table: Tensor, matrix: Tensor) -> Floats:
-    """(V, N) on the host, of rows (V, K) and a matrix (N, K)."""
-    found: Floats = np.ascontiguousarray(functional.linear(table, matrix).cpu().numpy())
+def _product(table: Tensor, matrix: Tensor, rounded: torch.dtype = torch.float32) -> Floats:
+    """(V, N) on the host, of rows (V, K) and a matrix (N, K): numbers of the type `rounded`."""
+    found: Floats = np.ascontiguousarray(functional.linear(table, matrix).to(rounded).float().cpu().numpy())
     return found

@@ -138,9 +138,10 @@ def test_the_network_says_what_it_was_trained_to_say(target: Model, folder: Path
         for place in range(about.length):
             memory = network.memory.after(memory, int(tokens[0, i, place]), places.of_row[place])
             logits = torch.from_numpy(places.base[place] + network.memory.adds @ memory)
-            assert torch.allclose(logits, said[i, place], atol=2e-3)
+            # What the memory adds is held in bfloat16.
+            assert torch.allclose(logits, said[i, place], atol=1e-2)
             sure = network.memory.is_right(places.rows[place], memory, float(logits.log_softmax(0).max()))
-            assert sure == pytest.approx(float(right[i, place]), abs=1e-3)
+            assert sure == pytest.approx(float(right[i, place]), abs=3e-3)
 
 
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "int4"])
@@ -208,6 +209,8 @@ def test_native_trees_are_those_of_torch(target: Model, tmp_path: Path, frequent
     for branch in (1, 4):
         made = [BlockDrafter(network, branch=branch) for _ in range(2)]
         made[1]._native, at = None, 0
+        for drafter in made:
+            drafter.worth = 1e-3  # random logits make no token probable
         for gap, count in ((0, 1), (0, 5), (0, 20), (2, 1), (0, 19), (0, 2), (0, 40), (1, 1), (0, 1), (0, 22)):
             at += gap
             requests = [Request(i, text[: at + count + 1], 1, Sampling(), 200) for i in range(2)]
@@ -228,6 +231,7 @@ def surely(network: BlockNetwork, constant: float) -> BlockNetwork:
 def firsts(network: BlockNetwork, native: bool, length: int) -> list[list[int]]:
     """Chains of up to so many tokens behind 24 texts of random states."""
     drafter, random = BlockDrafter(network, branch=1), torch.Generator().manual_seed(3)
+    drafter.worth = 1e-3  # random logits make no token probable
     if not native:
         drafter._native = None
     texts = torch.randint(0, 320, (24, 8), generator=random).tolist()
