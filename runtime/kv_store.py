@@ -5,7 +5,8 @@ Keys are divided by static per-channel factors (1 when uncalibrated), then round
 rounded per token and head. scale = absmax / 127 or absmax / 7; codes stay symmetric. In a basis of their head
 (kernels/basis.py), and in three bits, scales have a sign instead and all codes are used. Float32 arithmetic throughout.
 
-In a basis the first 20 dimensions have a bit more. A scale keeps its sign, its exponent and three bits of its fraction;
+In a basis codes beyond a knee count double: few rows of a head reach them, and the others have finer steps for it. The
+first 20 dimensions have a bit more. A scale keeps its sign, its exponent and three bits of its fraction;
 bit i of the 20 below says that dimension i's code is a half more than what is stored of it. So codes times scales, and
 their sums with halves, are exact in float32, whatever the order.
 """
@@ -13,6 +14,7 @@ their sums with halves, are exact in float32, whatever the order.
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +26,21 @@ from runtime.contract import FLOATS, CacheKind
 LIMITS = {"int8": 127.0, "int4": 7.0}
 # Of rows with signed scales: what a row's extreme is of its scale (a little beyond the last code: the others gain more
 # than it loses), and the number of codes below 0.
-SIGNED = {"int4": (-8.0, 8), "int3": (-4.25, 4)}
+SIGNED = {"int3": (-4.25, 4)}
+
+
+class Levels(NamedTuple):
+    """What rows in a basis are rounded to: code c stands for c + (c − c within ± knee) of the scale.
+
+    limit  what a row's extreme is of its scale, before others are tried; half: the number of codes below 0.
+    """
+
+    limit: float
+    half: int
+    knee: float
+
+
+IN_BASIS = {"int4": Levels(-10.0, 8, 5.5), "int3": Levels(-5.25, 4, 2.5)}
 # Dimensions of a basis whose codes have halves, and what of a scale's 32 bits is the scale then.
 HALVES = 20
 SCALE_BITS = -1 << HALVES

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from runtime.kernels.basis import BACK, round_in_basis, rounded_back
-from runtime.kv_store import HALVES
+from runtime.kv_store import HALVES, Levels
 
 # Share of the mean that is added to what an error costs in every direction: calibration text is not all text.
 _COST = 1e-2
@@ -63,21 +63,21 @@ def triangular(values: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
     return q, r.triu()
 
 
-def best_basis(rows: Tensor, cost: Tensor, signed: tuple[float, int], queries: bool) -> Tensor:
+def best_basis(rows: Tensor, cost: Tensor, levels: Levels, queries: bool) -> Tensor:
     """The basis of a head's rows (n, d) float32 whose rounding costs least of those by SHARES; the rest as `basis_of`.
 
-    signed  how rows are rounded (kv_store.SIGNED).
+    levels  how rows are rounded (kv_store.IN_BASIS).
     """
     moment = rows.double().T @ rows.double() / len(rows)
     tried = rows[:: -(-len(rows) // _TRIED)]
     found = [basis_of(moment, cost, queries, share) for share in SHARES]
-    lost = [rounding_cost(tried, cost, signed, basis, queries) for basis in found]
+    lost = [rounding_cost(tried, cost, levels, basis, queries) for basis in found]
     return found[lost.index(min(lost))]
 
 
-def rounding_cost(rows: Tensor, cost: Tensor, signed: tuple[float, int], basis: Tensor, queries: bool) -> float:
+def rounding_cost(rows: Tensor, cost: Tensor, levels: Levels, basis: Tensor, queries: bool) -> float:
     """What the errors of rows (n, d) float32 cost in a basis, over what it would cost to forget them; 0 for zeros."""
-    held = rounded_back(*round_in_basis(rows[:, None], signed, basis[None]))[:, 0]
+    held = rounded_back(*round_in_basis(rows[:, None], levels, basis[None]), levels.knee)[:, 0]
     error = held @ (basis[BACK].T if queries else basis[BACK]) - rows
     lost, whole = (float(((x @ cost) * x).sum(dtype=torch.float64)) for x in (error, rows))
     return max(lost, 0.0) / whole if whole > 0 else 0.0

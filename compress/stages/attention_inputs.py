@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from compress.stages.attention_costs import output_costs, score_costs
 from runtime.checkpoints.record import HeadShape
 from runtime.kernels.reference import capped, first_seen
 from runtime.model.layers import Attention
@@ -19,7 +20,9 @@ class Heads:
     """What a layer's attention saw on all windows, float32.
 
     keys     (tokens, kv_heads, d), as the cache takes them: after rotation.
-    moments  (kv_heads, d, d), the mean of q qᵀ over the queries of each head's group.
+    moments  (kv_heads, d, d), the mean of q qᵀ over the queries of each head's group; each by what an error of its
+             scores does to the layer's output, where that was asked for (attention_costs.score_costs).
+    mixing   (kv_heads, v, v), what an error of a mixed value does to it, the mean over the group; where asked for.
     values   (kv_heads,), the largest |value|.
     value_rows  (tokens, kv_heads, v).
     """
@@ -28,16 +31,18 @@ class Heads:
     moments: Tensor
     values: Tensor
     value_rows: Tensor
+    mixing: Tensor | None = None
 
 
 @torch.inference_mode()
 def attention_inputs(
-    decoder: LlamaDecoder, windows: Tensor, starts: Sequence[int] | None = None
+    decoder: LlamaDecoder, windows: Tensor, starts: Sequence[int] | None = None, costs: bool = False
 ) -> Iterator[tuple[int, Heads]]:
     """Runs windows (W, L) int64 through the decoder, a block at a time, and yields what attention saw of the keys of
     each layer that has some, with the layer's number: once all layers have read them.
 
     starts  where keys and queries of each window are turned as if it began there; None: at 0.
+    costs   whether errors count by what they do to the layers' outputs.
 
     Memory, in floats: of all windows the residual stream (W · L · hidden), the blocks' own inputs (W · L · layers ·
     size) and the keys and values of one layer, and of those that later layers share (W · L · 2 · kv_heads · d each);
@@ -56,13 +61,21 @@ def attention_inputs(
         if source == number:
             held[source] = _Seen(a.shape(source))
         found, seen = held[source], _visible(windows.shape[1], weights.window, a.chunked)
+        of = output_costs(decoder, number) if costs else None
+        if of is not None:
+            found.reach(of)
         for index, x in enumerate(stream):
             read = decoder.normed(x, block.input_norm)
             q, k, v = decoder.project(read, weights, turns[index])
             if source == number:
                 found.keep(k, v)
-            found.count(q)
-            mixed = _mixed(q, found.keys[index], found.values[index], decoder, weights, seen)
+            k, v = found.keys[index], found.values[index]
+            if of is not None:
+                q_costs = score_costs(q, k, v, of, decoder, weights, seen)
+                found.count(q * q_costs.sqrt().unsqueeze(-1))
+            else:
+                found.count(q)
+            mixed = _mixed(q, k, v, decoder, weights, seen)
             out = decoder.output(mixed.transpose(0, 1), weights, read)
             inputs = own[index]
             stream[index] = decoder.behind(x, out, block, None if inputs is None else inputs[:, number])
@@ -79,11 +92,17 @@ class _Seen:
         self._kv_heads, self._dim = shape
         self._moments = torch.zeros(self._kv_heads, self._dim, self._dim)
         self._windows = 0
+        self._mixing: Tensor | None = None
 
     def keep(self, keys: Tensor, values: Tensor) -> None:
         """A window's keys and values (L, kv_heads, d)."""
         self.keys.append(keys)
         self.values.append(values)
+
+    def reach(self, costs: Tensor) -> None:
+        """What errors of the mixed values of a layer that reads them cost (heads, v, v)."""
+        own = costs.unflatten(0, (self._kv_heads, -1)).mean(1)
+        self._mixing = own if self._mixing is None else self._mixing + own
 
     def count(self, q: Tensor) -> None:
         """A window's queries (L, heads, d)."""
@@ -94,7 +113,7 @@ class _Seen:
     def heads(self) -> Heads:
         """All of it."""
         highest = torch.stack([values.abs().amax((0, 2)) for values in self.values]).amax(0)
-        return Heads(torch.cat(self.keys), self._moments / self._windows, highest, torch.cat(self.values))
+        return Heads(torch.cat(self.keys), self._moments / self._windows, highest, torch.cat(self.values), self._mixing)
 
 
 def _mixed(q: Tensor, k: Tensor, v: Tensor, decoder: LlamaDecoder, weights: Attention, seen: Tensor | None) -> Tensor:

@@ -36,9 +36,8 @@ from runtime.checkpoints.open import open_checkpoint
 from runtime.checkpoints.safetensors import Shards
 from runtime.kernels.dispatch import choose
 from runtime.kernels.reference import quantize_rows
-from runtime.kv_store import SIGNED
+from runtime.kv_store import IN_BASIS
 from runtime.model.base import BaseDecoder
-from runtime.model.layers import Attention
 from runtime.model.reference import LlamaDecoder
 from runtime.model.rotary import RotaryTables
 
@@ -190,7 +189,7 @@ def calibrate(
     found: dict[int, LayerScales] = {}
     total = sum(len(group.layers) for group in a.key_groups)
     starts = _starts(len(windows), min(positions, _POSITIONS) - windows.shape[1]) if rotated else None
-    for layer, heads in attention_inputs(decoder, windows, starts):
+    for layer, heads in attention_inputs(decoder, windows, starts, costs=rotated):
         if not (torch.isfinite(heads.keys).all() and torch.isfinite(heads.values).all()):
             raise UserError(
                 f"{path.name}: model.layers.{layer}.self_attn gives keys or values that are no finite numbers on the "
@@ -202,39 +201,23 @@ def calibrate(
             else search(heads.keys, heads.moments, rotary.width(layer), kind),
             static_scale(heads.keys.abs().amax((0, 2))),
             static_scale(heads.values),
-            bases(decoder, layer, heads, kind) if rotated else None,
+            bases(heads, kind) if rotated else None,
         )
         if on_step is not None:
             on_step(len(found), total)
     return Calibrated(kind, dict(sorted(found.items())))
 
 
-def bases(decoder: LlamaDecoder, layer: int, heads: Heads, kind: Kind) -> tuple[Tensor, Tensor]:
-    """Bases (kv_heads, 3, d, d) of a layer's keys and values: an error of a key costs what it adds to the logits of the
-    queries that meet it, one of a value what it adds to the residual stream."""
-    rows, costs = (heads.keys, heads.value_rows), (heads.moments, output_costs(decoder, layer))
+def bases(heads: Heads, kind: Kind) -> tuple[Tensor, Tensor]:
+    """Bases (kv_heads, 3, d, d) of a layer's keys and values: an error of a key costs what it does to the scores of the
+    queries that meet it and by them to the residual stream, one of a value what it adds to that."""
+    assert heads.mixing is not None
+    rows, costs = (heads.keys, heads.value_rows), (heads.moments, heads.mixing)
     keys, values = (
-        torch.stack([best_basis(part[:, head], cost, SIGNED[kind], keys) for head, cost in enumerate(cost_of)])
+        torch.stack([best_basis(part[:, head], cost, IN_BASIS[kind], keys) for head, cost in enumerate(cost_of)])
         for part, cost_of, keys in zip(rows, costs, (True, False), strict=True)
     )
     return keys, values
-
-
-@torch.inference_mode()
-def output_costs(decoder: LlamaDecoder, layer: int) -> Tensor:
-    """(kv_heads, v, v): an error e of a head's mixed values adds √(eᵀ · cost · e) to the layer's output, on average
-    over the query heads that share the values. Gates count as what they are at 0."""
-    a, weights = decoder.architecture, decoder.parts.blocks[layer].attention
-    assert isinstance(weights, Attention)  # `check`
-    kv_heads, dim = a.shape(layer)
-    size = dim if a.latent is None else a.value_dim
-    costs = torch.zeros(kv_heads, size, size)
-    for head in range(a.heads):
-        mixed = torch.zeros(size, a.heads, size)
-        mixed[:, head] = torch.eye(size)
-        reached = decoder.output(mixed, weights, torch.zeros(size, a.hidden))
-        costs[head * kv_heads // a.heads] += reached @ reached.T * (kv_heads / a.heads)
-    return costs
 
 
 def _starts(windows: int, room: int) -> list[int]:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from runtime.checkpoints.record import StateShape
 from runtime.contract import FLOATS, CacheBasis, CacheKind, StateKind
-from runtime.kernels.basis import round_in_basis, round_signed
+from runtime.kernels.basis import level, round_in_basis, round_signed
 from runtime.kernels.reference import quantize_rows
-from runtime.kv_store import KEY_BLOCK, LIMITS, SIGNED, THREE_BITS, VECTOR, Store, halves_of, scale_of
+from runtime.kv_store import IN_BASIS, KEY_BLOCK, LIMITS, SIGNED, THREE_BITS, VECTOR, Store, halves_of, scale_of
 from runtime.native.binding import CACHES, library
 from runtime.native.structs import HeadsStruct, StoreStruct
 
@@ -61,9 +61,9 @@ class CacheFormat:
         lead = shape[:2]
         expected = [(*lead, 3, dim, dim) for dim in (self.head_dim, self.values)]
         found_shapes = [tuple(part.shape) for part in (self.basis.keys, self.basis.values)]
-        if found_shapes != expected or factor is not None or self.kind not in SIGNED:
+        if found_shapes != expected or factor is not None or self.kind not in IN_BASIS:
             raise ValueError(
-                f"a basis is {expected} in caches of {', '.join(SIGNED)} without factors, found {found_shapes}"
+                f"a basis is {expected} in caches of {', '.join(IN_BASIS)} without factors, found {found_shapes}"
             )
 
     @property
@@ -127,8 +127,9 @@ class CacheFormat:
         keys, values = keys.float(), values.float()
         key_scale, value_scale = store.key_scale[layer, blocks], store.value_scale[layer, blocks]
         if self.basis is not None:
-            keys = keys + halves_of(key_scale, self.head_dim).transpose(-1, -2)
-            values = values + halves_of(value_scale, values.shape[-1])
+            knee = IN_BASIS[self.kind].knee
+            keys = level(keys + halves_of(key_scale, self.head_dim).transpose(-1, -2), knee)
+            values = level(values + halves_of(value_scale, values.shape[-1]), knee)
             key_scale, value_scale = scale_of(key_scale), scale_of(value_scale)
         keys = keys * key_scale.unsqueeze(-2)
         if self.key_factor is not None:
@@ -166,7 +167,7 @@ class CacheFormat:
     def _rounded(self, x: Tensor, basis: Tensor | None) -> tuple[Tensor, Tensor]:
         """Codes and scales of keys or values (n, kv_heads, d)."""
         if basis is not None:
-            return round_in_basis(x, SIGNED[self.kind], basis)
+            return round_in_basis(x, IN_BASIS[self.kind], basis)
         return quantize_rows(x, LIMITS[self.kind]) if self.kind in LIMITS else round_signed(x, SIGNED[self.kind])
 
 

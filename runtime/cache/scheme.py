@@ -30,7 +30,7 @@ from runtime.checkpoints.record import HeadShape, KeyGroup
 from runtime.checkpoints.safetensors import Shards
 from runtime.contract import FLOATS, UNCALIBRATED, CacheBasis, CacheKind, CacheScheme
 from runtime.errors import UserError
-from runtime.kv_store import HALVES, SIGNED
+from runtime.kv_store import HALVES, IN_BASIS
 
 TENSORS = "kv_cache/scales.safetensors"
 _OURS = "config.json: specpress.kv_cache"
@@ -100,7 +100,7 @@ def _ours(checkpoint: Checkpoint, said: Any, a: Architecture, device: torch.devi
     where = f"{checkpoint.path.name}/{_OURS}"
     keys = said if isinstance(said, dict) else {}
     rotated = keys.get("rotated", False)
-    kinds = tuple(SIGNED) if rotated else ("int8", "int4")
+    kinds = tuple(IN_BASIS) if rotated else ("int8", "int4")
     if keys.get("kind") not in kinds or not isinstance(keys.get("tensors"), str) or not isinstance(rotated, bool):
         raise UserError(
             f"{where} must have the kind int8 or int4 (or int4 or int3, rotated) and the file of its tensors, found"

@@ -47,7 +47,7 @@ struct Int8Block {
 };
 
 // What codes in a basis have beside what is stored of them (cache.h): sixteen scales without it; the halves of sixteen keys
-// at dimension d; those of sixteen dimensions of a value, times its scale. All of it is exact.
+// at dimension d; those of sixteen dimensions of a value; what codes stand for. All of it is exact.
 static inline F16 short_scales(const float* words) { return as_float(andi(bits(load(words)), static_cast<int32_t>(SCALE_BITS))); }
 static inline F16 key_halves(const float* words, int64_t d) {
     return mul(to_float(andi(bits(load(words)), 1 << d)), set(0.5f / static_cast<float>(1 << d)));
@@ -62,11 +62,13 @@ struct HalfLanes {
 static constexpr HalfLanes HALF_LANES;
 static inline F16 value_halves(float word, int64_t d) {
     const F16 found = to_float(andi(loadi(HALF_LANES.bit + d), static_cast<int32_t>(word_of(word))));
-    return mul(mul(found, load(HALF_LANES.half + d)), set(short_scale(word)));
+    return mul(found, load(HALF_LANES.half + d));
 }
+static inline F16 level(F16 codes, F16 knee) { return add(codes, sub(codes, min(max(codes, sub(zero(), knee)), knee))); }
 
 // Key j beside key j + 32, dimension i beside i + wide / 2, which is whole vectors here.
 struct Nibbles {
+    static constexpr float KNEE = INT4_LEVELS.knee;
     const uint8_t *keys, *values;
     int64_t half;
     Nibbles(const Block& b, int64_t width)
@@ -75,6 +77,7 @@ struct Nibbles {
         constexpr int HALF = KEYS / LANES / 2;
         return load_nibbles(keys + d * (KEYS / 2) + v % HALF * LANES, v < HALF ? 0 : 4);
     }
+    F16 code(int64_t j, int64_t d) const { return load_nibbles(values + j * half + (d < half ? d : d - half), d < half ? 0 : 4); }
     F16 value(int64_t j, int64_t d, F16 table) const {
         return scaled_nibbles(values + j * half + (d < half ? d : d - half), d < half ? 0 : 4, table);
     }
@@ -83,11 +86,13 @@ struct Nibbles {
 
 // Groups of sixteen codes, six bytes each: of keys at one dimension, of dimensions of one value.
 struct Threes {
+    static constexpr float KNEE = INT3_LEVELS.knee;
     const uint8_t *keys, *values;
     int64_t row;
     Threes(const Block& b, int64_t width)
         : keys(static_cast<const uint8_t*>(b.keys)), values(static_cast<const uint8_t*>(b.values)), row(width / LANES * THREE_BITS) {}
     F16 key(int64_t d, int v) const { return load_three_bits(keys + (d * (KEYS / LANES) + v) * THREE_BITS); }
+    F16 code(int64_t j, int64_t d) const { return load_three_bits(values + j * row + d / LANES * THREE_BITS); }
     F16 value(int64_t j, int64_t d, F16 table) const {
         return scaled_three_bits(values + j * row + d / LANES * THREE_BITS, table);
     }
@@ -103,20 +108,20 @@ struct PackedBlock {
     PackedBlock(const Block& b, int64_t width) : codes(b, width), key_scales(b.key_scale), value_scales(b.value_scale) {}
     F16 key(int64_t d, int v) const {
         const F16 x = codes.key(d, v);
-        if constexpr (IN_BASIS)
-            if (d < HALVES) return add(x, key_halves(key_scales + v * LANES, d));
+        if constexpr (IN_BASIS) return level(d < HALVES ? add(x, key_halves(key_scales + v * LANES, d)) : x, set(Codes::KNEE));
         return x;
     }
     F16 value(int64_t j, int64_t d, F16 scale) const {
-        const F16 x = codes.value(j, d, scale);
-        if constexpr (IN_BASIS)
-            if (d < HALVES) return add(x, value_halves(value_scales[j], d));
-        return x;
+        if constexpr (IN_BASIS) {
+            const F16 x = codes.code(j, d);
+            return mul(level(d < HALVES ? add(x, value_halves(value_scales[j], d)) : x, set(Codes::KNEE)), scale);
+        }
+        return codes.value(j, d, scale);
     }
     F16 key_scale(int v) const {
         return IN_BASIS ? short_scales(key_scales + v * LANES) : load(key_scales + v * LANES);
     }
-    F16 value_scale(int64_t j) const { return Codes::table(IN_BASIS ? short_scale(value_scales[j]) : value_scales[j]); }
+    F16 value_scale(int64_t j) const { return IN_BASIS ? set(short_scale(value_scales[j])) : Codes::table(value_scales[j]); }
     static F16 scaled(F16 code, F16 scale) { return mul(code, scale); }
 };
 

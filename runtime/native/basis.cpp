@@ -43,27 +43,32 @@ float round_signed(const float* x, int64_t size, float limit, int32_t half, int3
 }
 
 // Codes by one scale, halves among them, and what they lose.
-static float coded(const float* x, int64_t size, float scale, int32_t half, const float* feedback, float* codes) {
+static float coded(const float* x, int64_t size, float scale, const Levels& levels, const float* feedback, float* codes) {
     float open[WIDEST], left[WIDEST], cost = 0.0f;
     const float inverse = inverse_of(scale);
     for (int64_t i = 0; i < size; i++) left[i] = open[i] = x[i] * inverse;
     for (int64_t i = size - 1; i >= 0; i--) {
-        const float fine = i < HALVES ? 2.0f : 1.0f, all = static_cast<float>(half) * fine;
-        const float wanted = left[i] * fine, code = code_of(wanted, -all, all - 1.0f), missed = wanted - code;
-        cost = cost + missed * missed;
-        codes[i] = code / fine;
-        const float lost = open[i] - codes[i];
+        const float fine = i < HALVES ? 2.0f : 1.0f, all = static_cast<float>(levels.half) * fine, wanted = left[i];
+        const float code = code_of((wanted + within(wanted, levels.knee)) * 0.5f * fine, -all, all - 1.0f);
+        const float found = code / fine, nearer = (code > 0.0f ? code - 1.0f : code < 0.0f ? code + 1.0f : code) / fine;
+        const float missed = wanted - level(found, levels.knee), beside = wanted - level(nearer, levels.knee);
+        // Where steps change, the code before it may be the nearest.
+        const bool before = std::fabs(beside) < std::fabs(missed);
+        const float least = (before ? beside : missed) * fine;
+        cost = cost + least * least;
+        codes[i] = before ? nearer : found;
+        const float lost = open[i] - level(codes[i], levels.knee);
         const float* row = feedback + i * size;
         for (int64_t j = 0; j < i; j++) left[j] = left[j] + lost * row[j];
     }
     return cost * (scale * scale);
 }
 
-float round_in_basis(const float* x, int64_t size, float limit, int32_t half, const float* basis, int32_t* codes) {
+float round_in_basis(const float* x, int64_t size, const Levels& levels, const float* basis, int32_t* codes) {
     constexpr uint32_t STEP = 1u << HALVES, INFINITE = 0x7f800000u;
-    float within[WIDEST], found[WIDEST], best[WIDEST], least = 0.0f;
-    turn(x, basis, size, within);
-    const float longest = extreme_of(within, size) / limit;
+    float turned[WIDEST], found[WIDEST], best[WIDEST], least = 0.0f;
+    turn(x, basis, size, turned);
+    const float longest = extreme_of(turned, size) / levels.limit;
     uint32_t first, word = 0;
     std::memcpy(&first, &longest, 4);
     // Away from zero, so that the first one cuts nothing off.
@@ -75,7 +80,7 @@ float round_in_basis(const float* x, int64_t size, float limit, int32_t half, co
         const uint32_t next = kept ? first : first - tried * STEP;
         float scale;
         std::memcpy(&scale, &next, 4);
-        const float cost = coded(within, size, scale, half, basis + size * size, found);
+        const float cost = coded(turned, size, scale, levels, basis + size * size, found);
         if (tried && !(cost < least)) continue;
         least = cost, word = next;
         std::memcpy(best, found, static_cast<size_t>(size) * 4);

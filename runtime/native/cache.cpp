@@ -6,7 +6,7 @@ namespace SPECPRESS_PATH {
 using namespace specpress;
 
 // What the extreme of a row with signed scales is rounded to (runtime/kv_store.py, SIGNED).
-constexpr float INT4_LIMIT = -8.0f, INT3_LIMIT = -4.25f;
+constexpr float INT3_LIMIT = -4.25f;
 
 static int8_t nibble(const uint8_t* p, bool high) { return static_cast<int8_t>((high ? *p >> 4 : *p & 15) - 8); }
 static void set_nibble(uint8_t* p, bool high, int32_t code) {
@@ -32,9 +32,8 @@ static float round_row(const float* x, int64_t dim, float limit, int32_t* codes)
 static float round_part(const Heads& h, const float* basis, int64_t layer, int64_t head, const float* x, int64_t dim, int32_t* codes) {
     const float* own = basis ? basis_part(basis, h, layer, head, dim, 0) : nullptr;
     const bool three = h.cache_kind == CACHE_INT3;
-    const float limit = three ? INT3_LIMIT : INT4_LIMIT;
-    if (own) return round_in_basis(x, dim, limit, three ? 4 : 8, own, codes);
-    if (three) return round_signed(x, dim, limit, 4, codes);
+    if (own) return round_in_basis(x, dim, three ? INT3_LEVELS : INT4_LEVELS, own, codes);
+    if (three) return round_signed(x, dim, INT3_LIMIT, 4, codes);
     return round_row(x, dim, h.cache_kind == CACHE_INT4 ? 7.0f : 127.0f, codes);
 }
 
@@ -93,16 +92,20 @@ void recall(const AttentionCall& c, const Store& s, int64_t head, int64_t slot, 
     }
     const float key_word = s.key_scale[at.block * KEYS + at.inside], value_word = s.value_scale[at.block * KEYS + at.inside];
     const bool halves = h.key_basis != nullptr;
+    const float knee = (h.cache_kind == CACHE_INT3 ? INT3_LEVELS : INT4_LEVELS).knee;
     const float ks = halves ? short_scale(key_word) : key_word, vs = halves ? short_scale(value_word) : value_word;
     const float* factor = h.key_factor ? h.key_factor + (c.layer * h.kv_heads + head) * dim : nullptr;
     const auto* k = static_cast<const uint8_t*>(s.keys) + at.block * dim * row_bytes(h, KEYS);
     const auto* v = static_cast<const uint8_t*>(s.values) + (at.block * KEYS + at.inside) * row_bytes(h, wide);
     for (int64_t d = 0; d < dim; d++, k += row_bytes(h, KEYS)) {
-        const float code = static_cast<float>(code_at(h, k, KEYS, at.inside)) + (halves ? half_at(key_word, d) : 0.0f), x = code * ks;
+        const float code = static_cast<float>(code_at(h, k, KEYS, at.inside));
+        const float x = (halves ? level(code + half_at(key_word, d), knee) : code) * ks;
         key[d * KEYS] = factor ? x * factor[d] : x;
     }
-    for (int64_t d = 0; d < values; d++)
-        value[d] = (static_cast<float>(code_at(h, v, wide, d)) + (halves ? half_at(value_word, d) : 0.0f)) * vs;
+    for (int64_t d = 0; d < values; d++) {
+        const float code = static_cast<float>(code_at(h, v, wide, d));
+        value[d] = (halves ? level(code + half_at(value_word, d), knee) : code) * vs;
+    }
 }
 
 void widen_nibbles(const uint8_t* values, const float* scales, int64_t wide, bool halves, float* out) {
@@ -110,8 +113,8 @@ void widen_nibbles(const uint8_t* values, const float* scales, int64_t wide, boo
     for (int64_t j = 0; j < KEYS; j++, values += half, out += wide) {
         const float scale = halves ? short_scale(scales[j]) : scales[j];
         for (int64_t d = 0; d < wide; d++) {
-            const int32_t code = (d < half ? values[d] & 15 : values[d - half] >> 4) - 8;
-            out[d] = (static_cast<float>(code) + (halves ? half_at(scales[j], d) : 0.0f)) * scale;
+            const float code = static_cast<float>((d < half ? values[d] & 15 : values[d - half] >> 4) - 8);
+            out[d] = (halves ? level(code + half_at(scales[j], d), INT4_LEVELS.knee) : code) * scale;
         }
     }
 }

@@ -31,8 +31,19 @@ inline const float* basis_part(const float* basis, const specpress::Heads& h, in
 // Codes −half..half − 1 of one row, and its scale, which may be negative: the row's extreme is `limit` of it.
 float round_signed(const float* x, int64_t size, float limit, int32_t half, int32_t* codes);
 
+// What rows in a basis are rounded to (runtime/kv_store.py, Levels): codes beyond ± knee count double.
+struct Levels {
+    float limit;
+    int32_t half;
+    float knee;
+};
+constexpr Levels INT4_LEVELS = {-10.0f, 8, 5.5f}, INT3_LEVELS = {-5.25f, 4, 2.5f};
+inline float within(float x, float knee) { return x < -knee ? -knee : x > knee ? knee : x; }
+// What a code, a half more or not, stands for: exact.
+inline float level(float code, float knee) { return code + (code - within(code, knee)); }
+
 // The same in a basis, whose first dimensions have halves: what codes lack of them is in the scale's lower bits.
-float round_in_basis(const float* x, int64_t size, float limit, int32_t half, const float* basis, int32_t* codes);
+float round_in_basis(const float* x, int64_t size, const Levels& levels, const float* basis, int32_t* codes);
 
 // Dimensions of a basis whose codes have halves, and what of a scale's 32 bits is the scale then (runtime/kv_store.py).
 constexpr int64_t HALVES = 20;

@@ -56,6 +56,7 @@ std::vector<NamedPath> paths();
 void test_linear(const NamedPath& path);
 void test_rows(const NamedPath& path);
 void test_attention(const NamedPath& path);
+void test_basis(const NamedPath& path);
 void test_decoder(const NamedPath& path);
 void test_pool();
 

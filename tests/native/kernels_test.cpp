@@ -133,6 +133,7 @@ void run(const std::string& subject) {
         else if (subject == "linear") test_linear(path);
         else if (subject == "rows") test_rows(path);
         else if (subject == "attention") test_attention(path);
+        else if (subject == "basis") test_basis(path);
 #endif
         else fail("no subject is called " + subject);
         std::printf("%s %s\n", subject.c_str(), path.name.c_str());
@@ -144,7 +145,7 @@ void run(const std::string& subject) {
 
 int main(int count, char** arguments) {
     std::vector<std::string> subjects(arguments + 1, arguments + count);
-    if (subjects.empty()) subjects = {"pool", "rows", "linear", "attention", "decoder"};
+    if (subjects.empty()) subjects = {"pool", "rows", "linear", "attention", "basis", "decoder"};
     if (subjects[0] == "paths") {
         for (const NamedPath& path : paths()) std::printf("%s\n", path.name.c_str());
 #ifndef __SANITIZE_THREAD__
@@ -157,7 +158,7 @@ int main(int count, char** arguments) {
     } else if (subjects[0] == "race") {
         race();
     } else if (subjects[0] == "digests") {
-        for (const char* subject : {"rows", "linear", "attention", "decoder"}) run(subject);
+        for (const char* subject : {"rows", "linear", "attention", "basis", "decoder"}) run(subject);
         print_digests();
     } else {
         for (const std::string& subject : subjects) run(subject);

@@ -18,7 +18,7 @@ from runtime.kernels.triton import interpreted
 from runtime.kernels.triton.attention_softmax import Shape
 from runtime.kernels.triton.attention_splits import combine_kernel, split_kernel
 from runtime.kernels.triton.kv_store import layer_parts
-from runtime.kv_store import VECTOR, Store
+from runtime.kv_store import IN_BASIS, VECTOR, Store
 
 # Logical positions of one split. Part of what a row's bits mean: the same in all kernels.
 SPLIT = 128
@@ -102,7 +102,7 @@ def shape_for(count: int, dim: int, kind: CacheKind, heads: Heads, tile: int, sh
         chunked=heads.chunked,
         softcap=heads.softcap / math.log(2.0),
         kind=kind,
-        in_basis=heads.in_basis,
+        knee=IN_BASIS[kind].knee if heads.in_basis else 0.0,
         interpreted=interpreted(),
     )
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from runtime.contract import CacheKind
-from runtime.kernels.triton.basis import halves_of, short_scale
+from runtime.kernels.triton.basis import halves_of, level, short_scale
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Shape:
     value_dim        dimensions of a value; `wide` as they are stored, `padded` as a tile holds them.
     block, split     keys of one step, and logical positions of one split.
     window           last keys that a row sees; 0: all. chunked: those of its own chunk of so many positions.
-    in_basis         keys and values are: their codes have halves.
+    knee             of keys and values in a basis: codes beyond it count double, and they have halves; 0: of others.
     softcap          c: a score s counts as c · tanh(s / c); 0: as it is. In units of ln 2, as scores are here.
     """
 
@@ -48,7 +48,7 @@ class Shape:
     chunked: bool
     softcap: float
     kind: CacheKind
-    in_basis: bool
+    knee: float
     interpreted: bool
 
 
@@ -174,13 +174,12 @@ def load_keys(keys, scales, block, inside, head, SHAPE: tl.constexpr):
         scale = tl.full(inside.shape, 1.0, tl.float32)
     else:
         scale = tl.load(scales + page * 64 + inside)
-        if SHAPE.in_basis:
-            high += halves_of(scale[None, :], tl.arange(0, SHAPE.first)[:, None])
+        if SHAPE.knee:
+            high = level(high + halves_of(scale[None, :], tl.arange(0, SHAPE.first)[:, None]), SHAPE.knee)
             low = high
             scale = short_scale(scale)
-            if SHAPE.rest == 0:
-                more_high = high
-                more_low = high
+            more_high = level(more_high, SHAPE.knee) if SHAPE.rest else high
+            more_low = more_high
     return high, low, more_high, more_low, scale
 
 
@@ -209,8 +208,8 @@ def load_values(values, scales, block, inside, seen, head, SHAPE: tl.constexpr):
             high = (((held.to(tl.int32) >> shift[None, :]) & 15) - 8).to(tl.float16)
         else:
             high = held.to(tl.float16)
-        if SHAPE.in_basis:
-            high += halves_of(scale[:, None], dimension[None, :])
+        if SHAPE.knee:
+            high = level(high + halves_of(scale[:, None], dimension[None, :]), SHAPE.knee)
             scale = short_scale(scale)
     if SHAPE.kind != "float32":
         low = high

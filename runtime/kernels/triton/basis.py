@@ -65,19 +65,20 @@ def rounded_signed(x, real, LIMIT: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def rounded_in_basis(x, d, real, feedback, LIMIT: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr):
+def rounded_in_basis(x, d, real, feedback, LEVELS: tl.constexpr, DIM: tl.constexpr):
     """round_in_basis of one row that is in the basis, whose entry d stands where `d` says (`real` entries only): codes
-    without halves as float32, and the scale with them. feedback (DIM, DIM)."""
-    longest = tl.div_rn(_extreme(x, real), LIMIT).to(tl.int32, bitcast=True)
+    without halves as float32, and the scale with them. feedback (DIM, DIM).
+    LEVELS is a kv_store.Levels."""
+    longest = tl.div_rn(_extreme(x, real), LEVELS.limit).to(tl.int32, bitcast=True)
     infinite: tl.constexpr = 0x7F800000
     cut = ((longest & (_STEP - 1)) != 0) & ((longest & infinite) != infinite)
     first = (longest + tl.where(cut, _STEP, 0)) & _SHORT
-    code, least = _coded(x, d, real, first.to(tl.float32, bitcast=True), feedback, HALF, DIM)
+    code, least = _coded(x, d, real, first.to(tl.float32, bitcast=True), feedback, LEVELS, DIM)
     best = first
     for tried in tl.static_range(1, _TRIED):
         kept = ((first & infinite) == infinite) | ((first & 0x7FFFFFFF) < tried * _STEP)
         word = tl.where(kept, first, first - tried * _STEP)
-        found, cost = _coded(x, d, real, word.to(tl.float32, bitcast=True), feedback, HALF, DIM)
+        found, cost = _coded(x, d, real, word.to(tl.float32, bitcast=True), feedback, LEVELS, DIM)
         better = cost < least
         code = tl.where(better, found, code)
         best = tl.where(better, word, best)
@@ -89,7 +90,7 @@ def rounded_in_basis(x, d, real, feedback, LIMIT: tl.constexpr, HALF: tl.constex
 
 
 @triton.jit
-def _coded(x, d, real, scale, feedback, HALF: tl.constexpr, DIM: tl.constexpr):
+def _coded(x, d, real, scale, feedback, LEVELS: tl.constexpr, DIM: tl.constexpr):
     """Codes of one row by a scale, halves among them, as float32; and what they lose."""
     open_ = tl.where(real, x * _inverse(scale), 0.0)
     left = open_
@@ -99,16 +100,34 @@ def _coded(x, d, real, scale, feedback, HALF: tl.constexpr, DIM: tl.constexpr):
         i = DIM - 1 - n
         here = real & (d == i)
         fine = tl.where(i < _HALVES, 2.0, 1.0)
-        wanted = tl.sum(tl.where(here, left, 0.0), axis=0) * fine
-        own = _within(nearest(wanted), -HALF * fine, HALF * fine - 1.0)
-        missed = wanted - own
-        cost += missed * missed
         # Not a division, which is approximate here.
-        own = own * tl.where(i < _HALVES, 0.5, 1.0)
-        lost = tl.sum(tl.where(here, open_, 0.0), axis=0) - own
+        step = tl.where(i < _HALVES, 0.5, 1.0)
+        wanted = tl.sum(tl.where(here, left, 0.0), axis=0)
+        inner = (wanted + _clamped(wanted, LEVELS.knee)) * 0.5
+        whole = _within(nearest(inner * fine), -LEVELS.half * fine, LEVELS.half * fine - 1.0)
+        own = whole * step
+        nearer = tl.where(whole > 0.0, whole - 1.0, tl.where(whole < 0.0, whole + 1.0, whole)) * step
+        missed, beside = wanted - level(own, LEVELS.knee), wanted - level(nearer, LEVELS.knee)
+        # Where steps change, the code before it may be the nearest.
+        before = tl.abs(beside) < tl.abs(missed)
+        own = tl.where(before, nearer, own)
+        missed = tl.where(before, beside, missed) * fine
+        cost += missed * missed
+        lost = tl.sum(tl.where(here, open_, 0.0), axis=0) - level(own, LEVELS.knee)
         code = tl.where(here, own, code)
         left += lost * tl.load(feedback + i * DIM + d, mask=real & (d < i), other=0.0)
     return code, cost * (scale * scale)
+
+
+@triton.jit
+def _clamped(x, KNEE: tl.constexpr):
+    return tl.where(x < -KNEE, -KNEE, tl.where(x > KNEE, KNEE, x))
+
+
+@triton.jit
+def level(codes, KNEE: tl.constexpr):
+    """What codes, halves among them, stand for, over their scale; exact, in float16 too."""
+    return codes + (codes - _clamped(codes, KNEE).to(codes.dtype))
 
 
 @triton.jit

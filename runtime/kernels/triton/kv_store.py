@@ -13,7 +13,7 @@ from torch import Tensor
 from runtime.contract import FLOATS, CacheKind
 from runtime.kernels.triton.basis import rounded_in_basis, rounded_signed, turned_memory, turned_registers
 from runtime.kernels.triton.exact import nearest
-from runtime.kv_store import LIMITS, SIGNED, VECTOR, Store
+from runtime.kv_store import IN_BASIS, LIMITS, SIGNED, VECTOR, Levels, Store
 
 # Kinds whose neighbouring codes share bytes.
 SHARED = ("int4", "int3")
@@ -36,6 +36,7 @@ class Written:
     """What kernels that write keys or values of `dim` dimensions are compiled for.
 
     limit   the largest code; signed_limit, half: of rows with signed scales, as kv_store.SIGNED has them.
+    levels  of rows in a basis; None: of kinds that have none.
     """
 
     kv_heads: int
@@ -46,13 +47,16 @@ class Written:
     limit: float
     signed_limit: float
     half: int
+    levels: Levels | None
 
 
 def written(kind: CacheKind, kv_heads: int, dim: int) -> Written:
     """The description of a cache: a head takes `wide` places in it, and `padded` ones in a kernel."""
     wide = -(-dim // VECTOR) * VECTOR
     return Written(
-        kv_heads, dim, wide, triton.next_power_of_2(wide), kind, LIMITS.get(kind, 0.0), *SIGNED.get(kind, (0.0, 0))
+        *(kv_heads, dim, wide, triton.next_power_of_2(wide), kind, LIMITS.get(kind, 0.0)),
+        *SIGNED.get(kind, (0.0, 0)),
+        IN_BASIS.get(kind),
     )
 
 
@@ -106,7 +110,7 @@ def write_key(x, memory, scales, slot, head, basis, CACHE: tl.constexpr):
             own = basis + head * (3 * CACHE.dim * CACHE.dim)
             x = turned_registers(x, own, d, d < CACHE.dim, CACHE.dim, CACHE.padded)
             feedback = own + CACHE.dim * CACHE.dim
-            code, scale = rounded_in_basis(x, d, d < CACHE.dim, feedback, CACHE.signed_limit, CACHE.half, CACHE.dim)
+            code, scale = rounded_in_basis(x, d, d < CACHE.dim, feedback, CACHE.levels, CACHE.dim)
         elif CACHE.kind == "int3":
             code, scale = rounded_signed(x, d < CACHE.dim, CACHE.signed_limit, CACHE.half)
         else:
@@ -149,7 +153,7 @@ def value_codes(source, d, real, head, basis, CACHE: tl.constexpr):
         own = basis + head * (3 * CACHE.dim * CACHE.dim)
         x = turned_memory(source, own, d, real, CACHE.dim, CACHE.padded)
         feedback = own + CACHE.dim * CACHE.dim
-        code, scale = rounded_in_basis(x, d, real, feedback, CACHE.signed_limit, CACHE.half, CACHE.dim)
+        code, scale = rounded_in_basis(x, d, real, feedback, CACHE.levels, CACHE.dim)
     elif CACHE.kind == "int3":
         x = tl.load(source + d, mask=real, other=0.0)
         code, scale = rounded_signed(x, real, CACHE.signed_limit, CACHE.half)

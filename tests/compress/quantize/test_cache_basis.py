@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compress.quantize.cache_basis import SHARES, basis_of, best_basis, rounding_cost, triangular
 from runtime.kernels.basis import BACK, FEEDBACK, INTO, turned
-from runtime.kv_store import SIGNED
+from runtime.kv_store import IN_BASIS
 
 
 def uneven(size: int, seed: int) -> Tensor:
@@ -61,13 +61,13 @@ def test_rounding_costs_less(kind: str) -> None:
     turn = torch.stack((rotation, torch.zeros(size, size), rotation.T))
     plain = torch.stack((torch.eye(size), torch.zeros(size, size), torch.eye(size)))
     best, *others = (
-        rounding_cost(x, cost, SIGNED[kind], basis, queries=False)
-        for basis in (best_basis(x, cost, SIGNED[kind], queries=False), turn, plain)
+        rounding_cost(x, cost, IN_BASIS[kind], basis, queries=False)
+        for basis in (best_basis(x, cost, IN_BASIS[kind], queries=False), turn, plain)
     )
     assert best < 0.3 * min(others)
     # With too little added the feedback outgrows three bits.
     each = [basis_of(x.T @ x / len(x), cost, False, share) for share in SHARES]
-    lost = [rounding_cost(x, cost, SIGNED[kind], basis, queries=False) for basis in each]
+    lost = [rounding_cost(x, cost, IN_BASIS[kind], basis, queries=False) for basis in each]
     assert best <= min(lost) * 1.01 and max(lost) > 1.5 * best
 
 

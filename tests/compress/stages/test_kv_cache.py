@@ -30,7 +30,6 @@ from runtime.cache import scheme
 from runtime.checkpoints.open import open_checkpoint
 from runtime.contract import CacheKind, Decoder, Rows
 from runtime.kernels.reference import rotate
-from runtime.model.reference import LlamaDecoder
 from runtime.native.binding import CACHES
 
 HEADS, DIM = 2, 32
@@ -262,21 +261,6 @@ def test_a_rotated_cache_is_written_and_read(
     assert float((rotated - want).norm()) < 0.9 * float((rounded - want).norm())
     assert torch.equal(logits(decoder, kind, 60, 1, 8, 1, 30), rotated)
     assert torch.equal(logits(decoder, "float32", 100), want)
-
-
-def test_what_an_error_of_a_value_costs_is_what_it_adds(tiny: Callable[..., Path]) -> None:
-    decoder = load(tiny("llama"), kernels="reference").decoder
-    assert isinstance(decoder, LlamaDecoder)
-    a, weights = decoder.architecture, decoder.parts.blocks[1].attention
-    cost, error = kv_cache.output_costs(decoder, 1), torch.randn(a.head_dim, generator=generator(1))
-    per = a.heads // a.kv_heads
-    for head in range(a.kv_heads):
-        added = 0.0
-        for query in range(head * per, (head + 1) * per):
-            mixed = torch.zeros(1, a.heads, a.head_dim)
-            mixed[0, query] = error
-            added += float(decoder.output(mixed, weights, torch.zeros(1, a.hidden)).square().sum())  # type: ignore[arg-type]
-        assert float(error @ cost[head] @ error) == pytest.approx(added / per, rel=1e-4)
 
 
 def test_several_shards_take_more_tensors_too(tiny: Callable[..., Path], tmp_path: Path) -> None:

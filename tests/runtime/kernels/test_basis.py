@@ -8,9 +8,11 @@ from runtime.cache.contiguous import ContiguousCache
 from runtime.cache.paged import PagedCache
 from runtime.cache.quantizer import PACKINGS, CacheFormat
 from runtime.contract import CacheBasis, CacheKind
-from runtime.kernels.basis import BACK, FEEDBACK, INTO, round_in_basis, round_signed, rounded_back, turned
-from runtime.kv_store import HALVES, SIGNED, halves_of, scale_of, with_halves
+from runtime.kernels.basis import BACK, FEEDBACK, INTO, level, round_in_basis, round_signed, rounded_back, turned
+from runtime.kv_store import HALVES, IN_BASIS, halves_of, scale_of, with_halves
 
+# As rows of as many bits are rounded without a basis, and with signed scales.
+PLAIN = {"int4": (-8.0, 8), "int3": (-4.25, 4)}
 KINDS: tuple[CacheKind, ...] = ("int4", "int3")
 LAYERS, HEADS, DIM = 2, 3, 36
 
@@ -49,10 +51,12 @@ def test_codes_make_up_for_each_other(kind: CacheKind) -> None:
     for feedback in (True, False):
         own = one.clone()
         own[FEEDBACK] *= feedback
-        codes, scale = round_in_basis(x, SIGNED[kind], own[None])
-        half = SIGNED[kind][1]
+        codes, scale = round_in_basis(x, IN_BASIS[kind], own[None])
+        half = IN_BASIS[kind].half
         assert int(codes.min()) == -half and int(codes.max()) == half - 1
-        lost.append(float((turned(rounded_back(codes, scale), own[None, BACK]) - x).norm() / x.norm()))
+        lost.append(
+            float((turned(rounded_back(codes, scale, IN_BASIS[kind].knee), own[None, BACK]) - x).norm() / x.norm())
+        )
     assert lost[0] < 0.9 * lost[1] and lost[0] < {"int4": 0.12, "int3": 0.25}[kind]
 
 
@@ -69,8 +73,8 @@ def test_halves_lie_in_the_scales(kind: CacheKind, dim: int) -> None:
     torch.testing.assert_close(scale_of(scales), scales, rtol=1 / 8, atol=0)
     same = torch.stack((torch.eye(dim), torch.zeros(dim, dim), torch.eye(dim)))[None]
     x = normal(300, 1, dim, seed=2)
-    held = rounded_back(*round_in_basis(x, SIGNED[kind], same))
-    codes, scale = round_signed(x, SIGNED[kind])
+    held = rounded_back(*round_in_basis(x, IN_BASIS[kind], same), IN_BASIS[kind].knee)
+    codes, scale = round_signed(x, PLAIN[kind])
     plain = codes * scale[..., None]
     if dim > 1:  # a row of one number is a code and its scale
         assert float((held - x)[..., :HALVES].norm()) < 0.7 * float((plain - x)[..., :HALVES].norm())
@@ -78,11 +82,30 @@ def test_halves_lie_in_the_scales(kind: CacheKind, dim: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_every_number_takes_the_nearest_level(kind: CacheKind) -> None:
+    """Of those that its dimension has, and steps double beyond the knee."""
+    levels, dim = IN_BASIS[kind], HALVES + 5
+    same = torch.stack((torch.eye(dim), torch.zeros(dim, dim), torch.eye(dim)))[None]
+    x = normal(2000, 1, dim)
+    codes, scale = round_in_basis(x, levels, same)
+    found = rounded_back(codes, scale, levels.knee) / scale_of(scale)[..., None]
+    wanted = x / scale_of(scale)[..., None]
+    for part, step in ((slice(HALVES), 0.5), (slice(HALVES, None), 1.0)):
+        every = level(torch.arange(-levels.half, levels.half, step), levels.knee)
+        steps = every.diff()
+        assert float(steps.min()) == step and float(steps.max()) == 2 * step and float(steps[0]) == 2 * step
+        least = (wanted[..., part, None] - every).abs().amin(-1)
+        torch.testing.assert_close((wanted - found)[..., part].abs(), least, rtol=1e-5, atol=1e-5)
+        assert set(found[..., part].unique().tolist()) == set(every.tolist())
+        assert torch.equal(every.half().float(), every)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_scales_have_the_extremes_sign(kind: CacheKind) -> None:
     x = torch.tensor([[[3.0, -1.0, 0.5], [-3.0, 1.0, 0.0]]])
-    codes, scale = round_signed(x, SIGNED[kind])
-    assert scale.sign().tolist() == [[-1.0, 1.0]] and codes[0, :, 0].tolist() == [-SIGNED[kind][1]] * 2
-    _, words = round_in_basis(x, SIGNED[kind], torch.stack((torch.eye(3), torch.zeros(3, 3), torch.eye(3)))[None])
+    codes, scale = round_signed(x, PLAIN[kind])
+    assert scale.sign().tolist() == [[-1.0, 1.0]] and codes[0, :, 0].tolist() == [-PLAIN[kind][1]] * 2
+    _, words = round_in_basis(x, IN_BASIS[kind], torch.stack((torch.eye(3), torch.zeros(3, 3), torch.eye(3)))[None])
     assert torch.equal(words.sign(), scale.sign())
 
 
@@ -90,7 +113,7 @@ def test_scales_have_the_extremes_sign(kind: CacheKind) -> None:
 def test_rows_that_are_no_numbers(kind: CacheKind) -> None:
     x = torch.tensor([[[0.0, 0.0], [1e-42, 0.0], [torch.nan, 1.0], [torch.inf, 1.0], [3e38, 1.0]]])
     same = torch.stack((torch.eye(2), torch.zeros(2, 2), torch.eye(2))).expand(5, 3, 2, 2)
-    for codes, scale in (round_signed(x, SIGNED[kind]), round_in_basis(x, SIGNED[kind], same)):
+    for codes, scale in (round_signed(x, PLAIN[kind]), round_in_basis(x, IN_BASIS[kind], same)):
         assert not codes[0, :4].any() and codes[0, 4, 0] < 0
         assert (
             float(scale_of(scale)[0, 0]) == 0

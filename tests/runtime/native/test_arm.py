@@ -36,7 +36,8 @@ int main(int, char** arguments) {
 """
 NEON = ("neon_i8mm", "neon_dotprod")
 # What is computed: all of it has the same bits on every path.
-SUBJECTS = ["attention0", "attention1", "attention2", "bf16", "choose", "decoder", "f32", "gated", "int4", "int8"]
+SUBJECTS = ["attention0", "attention1", "attention2", "basis2", "basis3", "bf16", "choose", "decoder", "f32", "gated"]
+SUBJECTS += ["int4", "int8"]
 SUBJECTS += ["nested", "nf4", "noise", "norm", "quantize", "remember", "rotate", "ternary", "ternary-1.25", "upper"]
 
 

@@ -24,7 +24,7 @@ THREAD = ["-fsanitize=thread"]
 # What kernels_test links under the thread sanitizer.
 THREAD_TESTS = ("kernels_test", "pool_test", "decoder_test", "model", "layer")
 PRELOADED = ("libasan.so", "libstdc++.so")
-SUBJECTS = ["decoder", "attention", "linear", "rows", "pool"]
+SUBJECTS = ["decoder", "attention", "basis", "linear", "rows", "pool"]
 # A path as setup.py names it: as the library names it, where that differs.
 NAMES = {"amx_int8": "amx-int8", "avx512": "avx512-vnni", "avxvnni": "avx-vnni", "neon_i8mm": "neon-i8mm"}
 NAMES |= {"neon_dotprod": "neon-dotprod"}

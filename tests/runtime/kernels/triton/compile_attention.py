@@ -20,7 +20,7 @@ from runtime.kernels.triton.basis import turn_back
 from runtime.kernels.triton.kv_store import move
 from runtime.kernels.triton.rotary import rotate_and_store
 from runtime.kernels.triton.row_states import Walk
-from runtime.kv_store import SIGNED, allocate
+from runtime.kv_store import IN_BASIS, allocate
 
 # Kind, dimensions of keys and of values, heads, window, cap, sinks: one of each way through the kernels.
 Case = tuple[CacheKind, int, int, int, int | None, float, bool]
@@ -65,7 +65,7 @@ def attention(
     if sinks:
         # A layer that reads another's keys.
         rotate_and_store(flat, keys[:, :0], keys[:, :0], *where, norm, None, 1e-6)
-    if kind in SIGNED:
+    if kind in IN_BASIS:
         basis = CacheBasis(*(torch.zeros(2, 3, d, d) for d in (dim, value_dim)))
         rotate_and_store(flat, keys, values, *where[:-1], None, norm, norm, 1e-6, basis)
         turn_back(q, basis.keys)
