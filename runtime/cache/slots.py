@@ -136,6 +136,10 @@ def reserve(rows: Rows, cache: KeyValueCache, further: Sequence[int] | None = No
     Raises ValueError as `plan` says, and OutOfPages.
     """
     out = _branches(rows, cache) if rows.spans is None else _chains(rows.spans, cache)
+    if len(out) == 1 and further is None and not cache.format.state:
+        # Nobody shares the forward: what the cache refuses by itself leaves nothing half done.
+        cache.reserve(out[0].request, out[0].count)
+        return out
     needs = {of.request: of.count for of in out}
     if len(needs) < len(out):
         twice = next(handle for handle in needs if sum(of.request == handle for of in out) > 1)
