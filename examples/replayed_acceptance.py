@@ -7,18 +7,29 @@ A target of random weights and a block drafter of random weights, which runs and
 the target's own with the acceptance that was asked for. DSpark's paper (2607.05147, table 1: Qwen3-4B, 7 tokens) gives
 tokens a round, 5.12 on code and 3.49 in chat on average, and not acceptance by position: the same at each position is
 taken, that which makes these means. All ways of decoding take their turn in each round, in one cache.
+
+γ is chosen by a controller that stays from round to round ("chosen"), and by new ones, for which each round's texts are
+the first: of which nothing is known, that begin with what rows cost, as `serve` does, and that know the drafter as a
+run's report does. What these know was measured in the round before those that count.
 """
 
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from runtime.cli import without_traceback
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from runtime.bench.speculate import Way
+    from runtime.speculative.measured import Prior
+
 TEXTS = {"code": 5.12, "chat": 3.49}
+CHOSEN, NEW, COSTS, REPORT = "chosen", "first texts", "first, costs known", "first, report known"
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -29,6 +40,17 @@ def rate_of(tokens: float, length: int) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if sum(middle**i for i in range(length + 1)) < tokens else (low, middle)
     return low
+
+
+def report_of(fixed: "Way", plain: "Way", widths: "Mapping[int, float]") -> "Prior":
+    """What a run's report would say of the drafter, from passes of one γ and without drafts."""
+    from runtime.speculative.measured import Prior
+
+    counts, step = fixed.counts, plain.counts.step_seconds
+    assert counts.drafted and step is not None
+    length = max(1, round(counts.drafted / counts.rounds))
+    drafting = counts.draft_seconds / counts.rounds / step
+    return Prior(tuple(counts.accepted_by_position), length, drafting, widths)
 
 
 def measured(
@@ -42,6 +64,7 @@ def measured(
     from runtime.bench.speculate import Job, Way, run_once
     from runtime.model.load import load
     from runtime.sampling.params import Sampling
+    from runtime.speculative.costs import first_costs
     from runtime.speculative.draft import NoDrafter
     from runtime.speculative.draft_length import Controller
     from runtime.speculative.drafters.block import BlockDrafter
@@ -53,15 +76,28 @@ def measured(
     found: dict[str, dict[str, tuple[list[float], float]]] = {}
     for kind, tokens in TEXTS.items():
         drafter = ReplayedDrafter(block, known, (rate_of(tokens, LENGTH),), model.decoder.vocab_size)
-        ways = {"plain": Way(NoDrafter(), 0, cache), "chosen": Way(drafter, Controller(), cache)}
+        ways = {"plain": Way(NoDrafter(), 0, cache)}
         ways |= {f"γ = {length}": Way(drafter, length, cache) for length in fixed}
-        for number in range(rounds + 1):
+        ways |= {name: Way(drafter, Controller(), cache) for name in (CHOSEN, NEW, COSTS, REPORT)}
+        for way in ways.values():
+            way.passes.append(run_once(replace(job, drafter=way.drafter), way))
+        widths = first_costs(model, items[0].tokens)
+        prior = report_of(ways[f"γ = {fixed[-1]}"], ways["plain"], widths)
+        for way in ways.values():
+            way.passes.clear()
+        for number in range(rounds):
+            ways[NEW].draft_length = Controller()
+            ways[COSTS].draft_length = Controller(widths=widths)
+            ways[REPORT].draft_length = Controller(prior=prior)
             for way in ways.values() if number % 2 else reversed(ways.values()):
-                one = run_once(replace(job, drafter=way.drafter), way)
-                if number:
-                    way.passes.append(one)
+                way.passes.append(run_once(replace(job, drafter=way.drafter), way))
         found[kind] = {name: (way.tokens_per_second, way.counts.tokens_per_round or 1.0) for name, way in ways.items()}
     return found
+
+
+def over(speeds: list[float], others: list[float]) -> float:
+    """How many times as fast, in the middle one of the rounds."""
+    return median(a / b for a, b in zip(speeds, others, strict=True))
 
 
 @app.command()
@@ -75,7 +111,7 @@ def main(
     fixed: Annotated[str, typer.Option(help="γ of the fixed ways, with commas.")] = "3,5,7",
     threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="physical cores")] = None,
 ) -> None:
-    """Prints how many times plain decoding's tokens per second each way makes."""
+    """Prints how many times plain decoding's and the best fixed γ's tokens per second each way makes."""
     from rich.console import Console
     from rich.table import Table
 
@@ -86,14 +122,14 @@ def main(
         lengths = [int(length) for length in fixed.split(",")]
         found = measured(path, texts, new_tokens, rounds, lengths, threads)
         ways = [name for name in next(iter(found.values())) if name != "plain"]
-        table = Table("text", "plain, tokens/s", *ways, "tokens a round", "chosen over the best fixed")
+        table = Table("text", "way", "over plain decoding", "tokens a round", "over the best fixed")
         for kind, measures in found.items():
-            plain = measures["plain"][0]
-            gains = {name: median(a / b for a, b in zip(measures[name][0], plain, strict=True)) for name in ways}
-            best = max(ways[1:], key=gains.__getitem__)
-            near = median(a / b for a, b in zip(measures["chosen"][0], measures[best][0], strict=True))
-            shown = [f"{gains[name]:.2f} ×" for name in ways]
-            table.add_row(kind, f"{median(plain):.1f}", *shown, f"{measures['chosen'][1]:.2f}", f"{near:.3f} ({best})")
+            speeds = {name: speed for name, (speed, _) in measures.items()}
+            gains = {name: over(speeds[name], speeds["plain"]) for name in ways}
+            best = max((name for name in ways if name.startswith("γ")), key=gains.__getitem__)
+            for name in ways:
+                near = f"{over(speeds[name], speeds[best]):.3f}"
+                table.add_row(kind, name, f"{gains[name]:.2f} ×", f"{measures[name][1]:.2f}", near)
         Console().print(table)
 
 

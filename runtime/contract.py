@@ -7,7 +7,7 @@ chain or a tree, and batches of all of these at once are the same call.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -126,8 +126,7 @@ class Chains(Rows):
         return integers(found)
 
 
-@dataclass(frozen=True)
-class Out:
+class Out(NamedTuple):
     """logits (n, vocabulary) float32 and final hidden states (n, hidden) float32 of the n rows that were asked for.
 
     taken  (T, taps · hidden) float32, of a decoder with `taps` (TakesStates): its residual stream behind so many of its

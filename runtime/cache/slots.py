@@ -140,6 +140,10 @@ def reserve(rows: Rows, cache: KeyValueCache, further: Sequence[int] | None = No
         out = _planned(rows.planned, cache)
     else:
         out = _branches(rows, cache) if rows.spans is None else _planned([(*span, None) for span in rows.spans], cache)
+    if len(out) == 1 and further is None and not cache.format.state:
+        # Nobody shares the forward: what the cache refuses by itself leaves nothing half done.
+        cache.reserve(out[0].request, out[0].count)
+        return out
     needs = {of.request: of.count for of in out}
     if len(needs) < len(out):
         twice = next(handle for handle in needs if sum(of.request == handle for of in out) > 1)

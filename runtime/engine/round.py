@@ -148,8 +148,9 @@ def forward_rows(batch: Sequence[ScheduledRequest], drafts: Sequence[Draft]) -> 
         if part.samples:
             end = len(tokens) - 1
             at += range(end, end + 1 + len(draft.tokens))
-            tokens += draft.tokens
-            chains = chains and draft.is_chain
+            if draft.tokens:
+                tokens += draft.tokens
+                chains = chains and draft.is_chain
         spans.append((part.state.handle, part.first, len(tokens) - base))
     rows = Rows.chains(spans) if chains else Trees(spans, [_parents(*one) for one in zip(batch, drafts, strict=True)])
     return integers(tokens), rows, None if len(at) == len(tokens) else integers(at)
@@ -237,8 +238,8 @@ def append_accepted(request: Request, draft: Draft, accepted: Acceptance, hidden
         request.grammar.advance(gained[:count])
     request.noise.forget(len(request.tokens))
     request.finished = stopped or request.missing <= 0
-    # Sizes are asked for rarely: a tensor's own length is Python and takes microseconds.
-    return Outcome(request, path, len(path), hidden if hidden.shape[0] else None, first)
+    # A tensor's length is Python, and its shape an object: its number of elements is neither.
+    return Outcome(request, path, len(path), hidden if hidden.numel() else None, first)
 
 
 def note_round(part: ScheduledRequest, draft: Draft, outcome: Outcome, times: Sequence[float]) -> None:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -129,8 +129,7 @@ class Draft:
         return self.parents == [*range(-1, len(self.parents) - 1)]
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What became of a draft: `path` are the accepted indices in draft order; `length` = len(path).
 
     The request's `tokens` already hold the accepted tokens and the one it added.

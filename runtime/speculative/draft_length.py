@@ -10,6 +10,7 @@ from statistics import median
 from typing import NamedTuple
 
 from runtime.speculative.measured import NOTHING_KNOWN, Drafted, Gains, Prior, Times
+from runtime.speculative.opening import Opening
 from runtime.speculative.spending import SLOW, Spending, rounds_until, worth
 
 LONGEST = 16
@@ -19,13 +20,11 @@ _UNREAD = 0.9  # what a round leaves of the most that reading took lately
 # What drafting must promise over not drafting where requests share forwards. A round's rate does not show that texts of
 # a batch which gain unevenly end unevenly, so that later forwards are shared by fewer.
 MARGIN = 1.15
-# The first rounds of all show what not drafting and drafting cost and bring: some without a draft, then drafts until so
-# many have had tokens (of prompt lookup many find nothing, which says little), for no more than so many rounds. The
-# first has two tokens where the credit is for so many rounds, else one, and each is more than twice as long as the last
-# while that was accepted whole: four rows of a mixture of experts may cost twice as much as one. Until one is accepted,
-# drafts after the first are made only as far as the credit goes.
-_OPENING_PLAIN, _OPENING_DRAFTS, _OPENING_LONGEST, _OPENING_MOST, _TWO = 2, 3, 4, 26, 2.5
-_RESTED = 9  # of a rest's rounds so many last ones tell what not drafting takes
+# Of a drafter of whose drafts few were seen, the longest are made that come so near to what looks best: they teach
+# more, where a first estimate that is too low would correct itself late. After so many drafts the best are made.
+_HOPE, _HOPEFUL = 0.04, 24
+# Of a rest's rounds so many last ones tell what not drafting takes.
+_RESTED = 9
 # A look that found nothing to draft is repeated so often: it has cost nothing, and told nothing of what drafts bring.
 _REPEATS = 8
 # A choice holds for so many rounds at first, and twice as long each time that it is made again: choosing takes as long
@@ -83,17 +82,14 @@ class Controller:
         self.spent = Spending()
         self.worth: float | None = None  # the probability of a token that is just worth its row; None: not known yet
         self._times, self._gains = Times(prior, widths), Gains(prior)
-        self._opening = prior is None
-        self._opening_length = 0  # tokens of the next of the first drafts
+        self._opening = Opening.of(prior is not None, bool(widths))
         self._rounds = 0
-        self._drafts = 0  # rounds in which tokens were drafted
         self._empty = 0  # looks one after the other that found nothing to draft
         self._look: _Look | None = None  # what the round chosen last is, unless it looks best
         self._tried = False  # whether the last round was a draft that is charged to what trying out may cost
         self._longer_at = 0  # the round of the last look at longer drafts
         # What the next round does: a probe that told nothing of its cost is repeated, and after a rest drafts wait.
         self._next: tuple[DraftBudget, _Look | None] | None = None
-        self._accepted = prior is not None  # whether anything ever was
         self._last: dict[bool, int] = {}  # when drafting, and not drafting, was last done
         self._reading = 0.0  # what a drafter took to read a token that was written without it, at most lately
         self._held: tuple[int, int, int, int] = (0, 0, 0, 0)  # batch, most, γ, and until which round
@@ -127,7 +123,6 @@ class Controller:
         self._look = None
         if not self.spent.credit:
             self.spent.begin(missing)
-            self._opening_length = 2 if self.spent.credit >= _TWO else 1
         planned, self._next = self._next, None
         if most <= 0:
             return DraftBudget(0, batch)
@@ -152,20 +147,27 @@ class Controller:
 
     def _choose(self, batch: int, missing: int, most: int, alone: bool, unread: int) -> DraftBudget:
         """What looks best, or what is to be looked at; arguments as for `next_budget`, of at most `most` tokens."""
-        if self._opening and self._rounds < _OPENING_PLAIN:
+        if self._opening.going and self._rounds < self._opening.plain:
             return DraftBudget(0, 1)
-        if self._opening and self._is_opening(batch):
-            return DraftBudget(min(self._opening_length, most) if alone else 0, 1)
+        if self._opening.going and self._opening.goes_on(self._times, self.spent, batch):
+            if not alone:
+                return DraftBudget(0, 1)
+            if not self._opening.accepted:
+                return DraftBudget(min(self._opening.length(self._times, self.spent, batch), most), 1)
+            # What drafts for all gain, those for one of a batch do not show by themselves: longer ones have to.
+            longest = self._opening.longer if batch > 1 else self._hopeful(self.rates(batch, most), least=1)
+            return DraftBudget(min(longest, most), 1)
         held_batch, held_most, held, until = self._held
         # A text near its end allows less; a choice that such a limit had forced is made anew when there is room again.
         if batch == held_batch and held <= most and (held < held_most or most <= held_most) and self._rounds < until:
             return DraftBudget(held, batch)
         rates = self.rates(batch, most)
-        best = max(range(most + 1), key=rates.__getitem__)
+        best = self._hopeful(rates)
         rows = batch * max(best, 1)
         self.worth = worth(self._times.target(batch + rows) - self._times.target(batch), rows, rates[best])
         if best > 0 and not (
-            self._pays(batch, missing, rates[0], rates[best], unread) and self._affords(batch, best, batch)
+            self._pays(batch, missing, rates[0], rates[best], unread)
+            and self._opening.affords(self._times, self.spent, batch, best, batch)
         ):
             best = 0
         if not alone:
@@ -184,19 +186,13 @@ class Controller:
         self._look = _Look(rates[best], longer is not None)
         return other
 
-    def _is_opening(self, batch: int) -> bool:
-        """Whether drafts are still to be tried out, whatever they have brought."""
-        few = self._drafts < _OPENING_DRAFTS and self._rounds < _OPENING_MOST
-        self._opening = few and self._affords(batch, self._opening_length, 1)
-        return self._opening
-
-    def _affords(self, batch: int, budget: int, requests: int) -> bool:
-        """Whether one more round of drafts may be made: until one was accepted they are as dear as if none will be."""
-        if self._accepted or not self._drafts:
-            return True
-        drafting = self._times.target(batch + requests * budget) + self._times.drafting(requests, budget)
-        plain = self._times.target(batch)
-        return drafting - plain <= self.spent.left_for_drafts(plain)
+    def _hopeful(self, rates: Sequence[float], least: int = 0) -> int:
+        """γ of the highest rate; of a drafter of which little was seen the longest that comes near to it."""
+        best = max(range(least, len(rates)), key=rates.__getitem__)
+        if best == 0 or self._opening.drafts >= _HOPEFUL:
+            return best
+        near = (1 - _HOPE * (1 - self._opening.drafts / _HOPEFUL)) * rates[best]
+        return max(budget for budget, rate in enumerate(rates) if rate >= near)
 
     def _pays(self, batch: int, missing: int, plain: float, drafting: float, unread: int) -> bool:
         """Whether drafting at these tokens per second gains enough over not drafting to change to it, or to stay."""
@@ -240,12 +236,8 @@ class Controller:
             expected = self._times.target(found.width) + self._times.drafting(len(found.drafts), found.budget)
         drafted = any(draft.drafted for draft in found.drafts)
         self._charge(found, changing)
+        self._opening.observe(found.budget, found.drafts)
         if found.budget > 0:
-            self._drafts += drafted
-            self._accepted = self._accepted or any(draft.accepted for draft in found.drafts)
-            if drafted:
-                whole = all(draft.accepted == draft.drafted for draft in found.drafts)
-                self._opening_length = min(2 * self._opening_length + 1, _OPENING_LONGEST) if whole else 1
             self._gains.add(found.budget, found.drafts)
             if found.unread and found.drafts:
                 usual = self._times.drafting(len(found.drafts), found.budget)
@@ -284,11 +276,14 @@ class Controller:
                 self.spent.probing += min(found.target_seconds, SLOW * plain) - plain
             self._tried = False
             return
-        trying = self._look is None and not self._accepted
+        trying = self._look is None and not self._opening.accepted
         self._tried = trying or (self._look is not None and not self._look.longer)
         if trying:
-            # No more rows take more than as many times as long, and reading what was missed is not of this draft.
+            # No more rows take more than as many times as long, nor much more than is known that they take; and reading
+            # what was missed is not of this draft.
             forward = min(found.target_seconds, plain * found.width / found.batch)
+            if self.widths:
+                forward = min(forward, SLOW * self._times.target(found.width))
             drafting = 0.0 if found.unread else min(found.draft_seconds, SLOW * plain)
             gained = sum(draft.accepted for draft in found.drafts) / found.batch
             self.spent.probing += max(0.0, forward + drafting - (1 + gained) * plain)

@@ -1,6 +1,5 @@
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -112,7 +111,7 @@ class Broken(Adapter):
         hit = (rows.position == 270).nonzero()
         logits = out.logits.clone()
         logits[hit, 5] = self.bad
-        return replace(out, logits=logits)
+        return out._replace(logits=logits)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

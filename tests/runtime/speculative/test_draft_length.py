@@ -1,9 +1,6 @@
 """The controller against machines and drafters of known cost: it finds the γ that pays, and drops what does not."""
 
 from collections.abc import Callable
-from dataclasses import replace
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,69 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.speculative.draft_length import LONGEST, MARGIN, Controller, DraftBudget, Round
-from runtime.speculative.estimates import WINDOW, Chain, Curve, Tree
-from runtime.speculative.measured import Drafted, Prior, Times
+from runtime.speculative.measured import Drafted
 from runtime.speculative.spending import CHECKING, CREDIT, PROBING
-
-
-def simulate(
-    controller: Controller,
-    rounds: int,
-    accept: Callable[[int, np.random.Generator], int],
-    step: float,
-    forward: Callable[[int], float],
-    batch: int = 1,
-    seed: int = 0,
-    noise: float = 0.05,
-) -> tuple[float, list[int]]:
-    """Tokens per second, and every γ chosen, with accept(γ, random) tokens of each chain accepted."""
-    rng = np.random.default_rng(seed)
-    tokens, seconds, chosen = 0, 0.0, []
-    for _ in range(rounds):
-        resting = controller.resting(batch)
-        gamma, requests = (0, batch) if resting else controller.next_budget(batch, 1000)
-        drafts = [Drafted(gamma, accept(gamma, rng)) for _ in range(requests)] if gamma else []
-        width = batch + requests * gamma
-        spent = [gamma * step, forward(width)]
-        draft, target = (one * rng.lognormal(0, noise) for one in spent)
-        if resting:
-            controller.rested(draft + target)
-        else:
-            controller.observe(Round(batch, gamma, tuple(drafts), width, draft, target))
-        tokens += batch + sum(draft.accepted for draft in drafts)
-        seconds += draft + target
-        chosen.append(gamma)
-    return tokens / seconds, chosen
-
-
-def per_token(probability: float) -> Callable[[int, np.random.Generator], int]:
-    """Each token is accepted with this probability if the one before it was."""
-
-    def accept(gamma: int, rng: np.random.Generator) -> int:
-        misses = np.flatnonzero(rng.random(gamma) >= probability)
-        return int(misses[0]) if len(misses) else gamma
-
-    return accept
-
-
-def flat(width: int) -> float:
-    """A forward at the memory's limit: hardly dearer when wider."""
-    return 1.0 + 0.02 * (width - 1)
-
-
-def linear(width: int) -> float:
-    """A forward at the arithmetic's limit: eight rows cost eight times as much."""
-    return float(width)
-
-
-def mixture(width: int) -> float:
-    """A forward that reads the more experts the more rows it has: of 64 experts and 8 a row, as they were seen."""
-    return float(np.interp(width, (1, 2, 3, 4, 5, 8, 17, 33), (1.0, 1.4, 1.72, 2.0, 2.25, 2.8, 3.7, 4.4)))
-
-
-def expected(p: float, gamma: int, step: float, forward: Callable[[int], float], batch: int = 1) -> float:
-    gained = gamma + 1 if p == 1 else (1 - p ** (gamma + 1)) / (1 - p)
-    return batch * gained / (gamma * step + forward(batch * (gamma + 1)))
+from tests.runtime.speculative.simulation import expected, flat, linear, mixture, per_token, simulate
 
 
 def best(controller: Controller) -> int:
@@ -108,13 +45,6 @@ def test_a_useless_drafter_costs_nothing(batch: int, forward: Callable[[int], fl
     assert PROBING < 0.02
 
 
-@pytest.mark.parametrize("step", [0.05, 0.3])
-def test_a_useless_drafter_costs_little_from_the_beginning(step: float) -> None:
-    """A first text of 512 tokens; the opening and the looks after it are all that drafting takes."""
-    found, chosen = simulate(Controller(), 512, per_token(0.0), step, flat)
-    assert found > 0.985 * expected(0, 0, step, flat) and max(chosen) > 0
-
-
 def test_after_a_rest_a_round_without_drafts_comes_first() -> None:
     """In which drafters read what they did not read meanwhile."""
     controller, rested, first, drafted = Controller(), False, 0, 0
@@ -139,17 +69,6 @@ def test_of_a_mixture_drafting_never_costs_much(p: float, step: float) -> None:
     for seed in range(4):
         found, _ = simulate(Controller(), 1500, per_token(p), step, mixture, seed=seed)
         assert found > (1.09 if p == 0.7 else 0.98), seed
-
-
-@pytest.mark.parametrize("widths", [(), (1, 2, 3, 5)])
-@pytest.mark.parametrize("p", [0.0, 0.2, 0.4])
-def test_of_a_mixture_the_first_texts_cost_little_too(p: float, widths: tuple[int, ...]) -> None:
-    """500 rounds of a new engine, whether or not it begins with what forwards cost."""
-    found = []
-    for seed in range(8):
-        controller = Controller(widths={width: mixture(width) for width in widths})
-        found.append(simulate(controller, 500, per_token(p), 0.05, mixture, seed=seed)[0])
-    assert np.mean(found) > 0.985 and min(found) > 0.97
 
 
 def test_what_forwards_took_before_counts_until_rounds_show_it() -> None:
@@ -208,102 +127,6 @@ def test_it_never_asks_for_more_than_there_is(missing: int, limit: int, rounds: 
         )
 
 
-@given(st.dictionaries(st.integers(1, 30), st.floats(0.1, 10), min_size=1), st.floats(0, 60))
-def test_a_curve_never_falls_and_never_grows_faster_than_the_work(points: dict[int, float], x: float) -> None:
-    curve = Curve()
-    for at, value in points.items():
-        curve.add(at, value)
-    assert curve.at(x) <= max(points.values()) * max(1, x / max(points)) + 1e-9
-    found = [curve.at(at) for at in range(1, 61)]
-    assert all(later >= sooner - 1e-9 for sooner, later in pairwise(found))
-    assert Curve().at(x) == 0
-
-
-@given(st.dictionaries(st.integers(1, 30), st.floats(1, 1.05), min_size=1))
-def test_a_curve_goes_through_what_machines_can_take(noise: dict[int, float]) -> None:
-    """Times that rise, and more slowly than the work."""
-    curve, points = Curve(), {at: 1 + 0.4 * at for at in noise}
-    for at, value in points.items():
-        curve.add(at, value)
-    assert [curve.at(at) for at in points] == pytest.approx(list(points.values()))
-
-
-def test_of_neighbours_that_fall_the_one_measured_more_often_counts_more() -> None:
-    curve = Curve()
-    for seconds in [2.0] * 9:
-        curve.add(4, seconds)
-    curve.add(5, 1.0)
-    assert curve.at(4) == curve.at(5) == pytest.approx(1.9)
-    assert curve.at(3) == curve.at(4)
-
-
-def test_rounds_in_which_the_machine_was_elsewhere_say_nothing() -> None:
-    """Not even a first one: more rows do not take more than as many times as long."""
-    curve = Curve()
-    for seconds in (1.0, 5.0, 1.1, 1.0, 7.0, 1.2):
-        curve.add(2, seconds)
-    curve.add(5, 30.0)
-    assert 1.0 <= curve.at(2) < 1.1
-    assert curve.at(5) == pytest.approx(2.5 * curve.at(2))
-    curve.add(5, 1.5)
-    curve.add(5, 1.5)
-    assert curve.at(5) == 1.5
-
-
-@given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), min_size=1, max_size=40))
-def test_a_chain_counts_its_depths(found: list[tuple[int, int]]) -> None:
-    chain = Chain()
-    for budget, accepted in found:
-        chain.add(budget, budget, min(accepted, budget))
-    values = chain.tokens(12)
-    assert values[0] == 0 and values == sorted(values) and all(b - a <= 1 for a, b in pairwise(values))
-    # Each token is at most as likely as the one before it.
-    steps = [b - a for a, b in pairwise(values)]
-    assert all(a >= b - 1e-12 for a, b in pairwise(steps))
-
-
-def test_many_chains_give_their_mean() -> None:
-    rng, chain, tree = np.random.default_rng(3), Chain(), Tree()
-    accept = per_token(0.6)
-    found = [accept(6, rng) for _ in range(20_000)]
-    for accepted in found:
-        chain.add(6, 6, accepted)
-        tree.add(6, 5, accepted)
-    assert chain.tokens(6)[6] == pytest.approx(np.mean(found), rel=1e-3)
-    assert tree.tokens(6)[6] == pytest.approx(np.mean(found)) and tree.tokens(6)[0] == 0
-    assert chain.lengths(6)[6] == 6 and tree.lengths(12)[6::6] == [5, 10]
-
-
-@given(st.dictionaries(st.integers(1, 16), st.floats(0, 8), min_size=1))
-def test_of_larger_trees_no_fewer_tokens_are_expected(found: dict[int, float]) -> None:
-    tree = Tree()
-    assert tree.tokens(4) == sorted(tree.tokens(4)) and tree.tokens(4)[1] > 0
-    for budget, accepted in found.items():
-        tree.begin(budget, accepted)
-    values = tree.tokens(20)
-    assert values[0] == 0 and all(later >= sooner - 1e-9 for sooner, later in pairwise(values))
-    means = [mean for _, mean in sorted(found.items())]
-    if means == sorted(means):
-        assert [values[budget] for budget in sorted(found)] == pytest.approx(means)
-
-
-def test_a_lookup_that_seldom_finds_anything() -> None:
-    chain, rng = Chain(), np.random.default_rng(4)
-    for _ in range(5000):
-        hit = rng.random() < 0.2
-        chain.add(4, 4 * hit, 3 * hit)
-    assert chain.tokens(4)[4] == pytest.approx(0.2 * 3, rel=0.1)
-    assert chain.lengths(4)[4] == pytest.approx(0.2 * 4, rel=0.1)
-
-
-@pytest.mark.parametrize("p", [0.0, 0.9])
-def test_a_first_batch_that_is_large_is_not_slowed_by_finding_out(p: float) -> None:
-    """Two hundred rounds of sixteen requests, the first of all: as long as a short text."""
-    plain = expected(0, 0, 0.05, linear, 16)
-    found, _ = simulate(Controller(), 200, per_token(p), 0.05, linear, 16)
-    assert found > 0.96 * plain
-
-
 def test_what_happens_beside_a_prompt_is_neither_tried_nor_repeated() -> None:
     controller = Controller()
     assert controller.next_budget(4, 100, alone=False) == DraftBudget(0, 1)
@@ -312,16 +135,6 @@ def test_what_happens_beside_a_prompt_is_neither_tried_nor_repeated() -> None:
     # Nothing is observed of such rounds: trying would go on as long as prompts come.
     assert all(controller.next_budget(4, 100, alone=False) == held for _ in range(50)) and held.budget > 0
     assert held.requests == 4
-
-
-def test_a_first_slow_measurement_is_forgotten() -> None:
-    curve = Curve()
-    for seconds in (9.0, 1.0):
-        curve.add(5, seconds)
-    assert curve.at(5) == 1.0
-    for seconds in [2.0] * WINDOW:
-        curve.add(5, seconds)
-    assert curve.at(5) == 2.0
 
 
 def test_catching_up_must_be_worth_it() -> None:
@@ -459,134 +272,3 @@ def test_a_look_while_the_machine_is_elsewhere_does_not_end_all_looking() -> Non
         if gamma:
             break
     assert controller.spent.probing < before + 10
-
-
-# Texts of a few hundred tokens, of a drafter that proposes seven at most, whatever γ.
-
-LENGTH, TOKENS = 7, 192
-# Tokens a round of seven drafted ones: code and chat, as DSpark's paper has them (2607.05147, table 1).
-CODE, CHAT = 0.867, 0.745
-
-
-def bent(width: int) -> float:
-    """A forward at the memory's limit for a few rows, and at the arithmetic's for more."""
-    return 1 + 0.02 * (width - 1) + 0.15 * max(0, width - 6)
-
-
-def text(
-    controller: Controller | int,
-    p: float,
-    forward: Callable[[int], float],
-    seed: int,
-    noise: float = 0.1,
-    tokens: int = TOKENS,
-) -> float:
-    """The time that a text takes on a machine without noise, where γ is chosen (or given) on one that has it."""
-    accepting, machine, took, found = np.random.default_rng(seed), np.random.default_rng(seed + 1), 0.0, 1
-    accept = per_token(p)
-    while found < tokens:
-        room = tokens - found - 1
-        if isinstance(controller, int):
-            gamma = min(controller, room)
-        else:
-            gamma = 0 if (resting := controller.resting(1)) else controller.next_budget(1, room)[0]
-        drafted = min(gamma, LENGTH)
-        accepted = accept(drafted, accepting)
-        spent = 0.15 + 0.01 * drafted if gamma else 0.0, forward(1 + drafted)
-        draft, target = (one * machine.lognormal(0, noise) for one in spent)
-        if not isinstance(controller, int):
-            if resting:
-                controller.rested(target)
-            else:
-                drafts = (Drafted(drafted, accepted),) if gamma else ()
-                controller.observe(Round(1, gamma, drafts, 1 + drafted, draft, target))
-        took += sum(spent)
-        found += 1 + accepted
-    return took
-
-
-@pytest.mark.parametrize("tokens", [64, 128, 256])
-@pytest.mark.parametrize("forward", [flat, linear, mixture])
-def test_in_a_short_first_text_a_useless_drafter_costs_two_percent(
-    forward: Callable[[int], float], tokens: int
-) -> None:
-    """Trying out is a share of the text in which it is tried; means over 32 new engines."""
-    took = [text(Controller(), 0.0, forward, seed, 0.05, tokens) for seed in range(32)]
-    assert 1 < np.mean(took) / (tokens - 1) < 1.02
-
-
-@pytest.mark.parametrize("tokens", [64, 128, 256])
-@pytest.mark.parametrize(("p", "forward"), [(0.7, flat), (0.9, flat), (0.9, mixture)])
-def test_in_a_short_first_text_a_good_drafter_is_found_out(
-    p: float, forward: Callable[[int], float], tokens: int
-) -> None:
-    """As soon as before trying out was bounded by the text's length."""
-    took = np.mean([text(Controller(), p, forward, seed, 0.05, tokens) for seed in range(32)])
-    fixed = min(np.mean([text(gamma, p, forward, seed, 0.0, tokens) for seed in range(32)]) for gamma in range(8))
-    assert fixed / took > {64: 0.8, 128: 0.86, 256: 0.9}[tokens]
-
-
-def nearness(texts: range, make: Callable[[], Controller], p: float, forward: Callable[[int], float]) -> float:
-    """How near a chosen γ comes to the best fixed one in these texts of a controller, over several controllers."""
-    controllers = range(12)
-    fixed = min(
-        sum(text(gamma, p, forward, 100 * one + number) for one in controllers for number in texts)
-        for gamma in range(LENGTH + 1)
-    )
-    chosen = 0.0
-    for one in controllers:
-        controller = make()
-        times = [text(controller, p, forward, 100 * one + number) for number in range(texts.stop)]
-        chosen += sum(times[texts.start :])
-    return fixed / chosen
-
-
-def known(p: float, forward: Callable[[int], float], length: int = 4) -> Prior:
-    """What a report says of a drafter whose tokens are accepted with probability p."""
-    accepted = tuple(p ** (depth + 1) for depth in range(length))
-    return Prior(accepted, length, 0.15 + 0.01 * length, {width: forward(width) for width in (1, 2, 3, 5, 9)})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("forward", [flat, bent])
-@pytest.mark.parametrize("p", [CODE, CHAT])
-def test_in_short_texts_the_length_is_near_the_best(p: float, forward: Callable[[int], float]) -> None:
-    """In those after the first, and in the first one where a report knows the drafter; without, trying out costs."""
-    assert nearness(range(1, 5), Controller, p, forward) > 0.96
-    first = nearness(range(1), Controller, p, forward)
-    begun = nearness(range(1), lambda: Controller(prior=known(p, forward)), p, forward)
-    assert begun > 0.92 and 0.9 < first < begun + 0.02
-
-
-def test_with_what_is_known_of_a_drafter_the_first_round_drafts() -> None:
-    """As much as that finds best; without, the first rounds try out."""
-    prior = known(0.9, flat)
-    assert Controller().next_budget(1, 100).budget == 0
-    assert Controller(prior=prior).next_budget(1, 100).budget > 4
-    assert Controller(prior=known(0.1, lambda width: float(width))).next_budget(1, 100).budget == 0
-
-
-@pytest.mark.parametrize("unit", [1e-4, 0.3])
-def test_a_priors_times_become_seconds(unit: float) -> None:
-    """Of the middle one of the first rounds: a first forward of all that is slow says little."""
-    times = Times(known(0.8, flat))
-    for slow in (2.0, 1.0, 1.0):
-        times.add_target(3, slow * unit * flat(3))
-    assert times.target(9) == pytest.approx(unit * flat(9))
-    assert times.drafting(1, 4) == pytest.approx(unit * 0.19)
-    assert times.drafting(1, 0) == 0.0
-
-
-def test_a_wrong_prior_is_found_out() -> None:
-    """A drafter that was good elsewhere and is never right here is soon left alone."""
-    found, chosen = simulate(Controller(prior=known(0.9, flat)), 512, per_token(0.0), 0.05, flat)
-    assert chosen[0] > 4 and np.mean(chosen[-200:]) < 0.2
-    assert found > 0.94 * expected(0, 0, 0.05, flat)
-
-
-@pytest.mark.parametrize(
-    "changes", [{"accepted": ()}, {"accepted": (1.2,)}, {"length": 0}, {"drafting": 0.0}, {"widths": {2: 1.0}}]
-)
-def test_what_no_drafter_can_have_is_no_prior(changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="no drafter can have"):
-        replace(known(0.5, flat), **changes)
