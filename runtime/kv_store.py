@@ -14,7 +14,6 @@ their sums with halves, are exact in float32, whatever the order.
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +28,8 @@ LIMITS = {"int8": 127.0, "int4": 7.0}
 SIGNED = {"int3": (-4.25, 4)}
 
 
-class Levels(NamedTuple):
+@dataclass(frozen=True)
+class Levels:
     """What rows in a basis are rounded to: code c stands for c + (c − c within ± knee) of the scale.
 
     limit  what a row's extreme is of its scale, before others are tried; half: the number of codes below 0.

@@ -43,7 +43,8 @@ def score_costs(
     out = torch.empty(q.shape[:2])
     for head in range(q.shape[1]):
         keys, values, cost = k[:, head // per], v[:, head // per], costs[head]
-        scores, slope = q[:, head] @ keys.T * a.scaling, 1.0
+        scores = q[:, head] @ keys.T * a.scaling
+        slope: Tensor | float = 1.0
         if a.softcap:
             scores = capped(scores, a.softcap)
             slope = 1 - (scores / a.softcap).square()

@@ -174,7 +174,7 @@ def load_keys(keys, scales, block, inside, head, SHAPE: tl.constexpr):
         scale = tl.full(inside.shape, 1.0, tl.float32)
     else:
         scale = tl.load(scales + page * 64 + inside)
-        if SHAPE.knee:
+        if SHAPE.knee > 0:
             high = level(high + halves_of(scale[None, :], tl.arange(0, SHAPE.first)[:, None]), SHAPE.knee)
             low = high
             scale = short_scale(scale)
@@ -208,7 +208,7 @@ def load_values(values, scales, block, inside, seen, head, SHAPE: tl.constexpr):
             high = (((held.to(tl.int32) >> shift[None, :]) & 15) - 8).to(tl.float16)
         else:
             high = held.to(tl.float16)
-        if SHAPE.knee:
+        if SHAPE.knee > 0:
             high = level(high + halves_of(scale[:, None], dimension[None, :]), SHAPE.knee)
             scale = short_scale(scale)
     if SHAPE.kind != "float32":

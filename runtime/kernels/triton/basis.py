@@ -65,20 +65,20 @@ def rounded_signed(x, real, LIMIT: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def rounded_in_basis(x, d, real, feedback, LEVELS: tl.constexpr, DIM: tl.constexpr):
+def rounded_in_basis(x, d, real, feedback, CACHE: tl.constexpr):
     """round_in_basis of one row that is in the basis, whose entry d stands where `d` says (`real` entries only): codes
     without halves as float32, and the scale with them. feedback (DIM, DIM).
-    LEVELS is a kv_store.Levels."""
-    longest = tl.div_rn(_extreme(x, real), LEVELS.limit).to(tl.int32, bitcast=True)
+    CACHE is a kv_store.Written."""
+    longest = tl.div_rn(_extreme(x, real), CACHE.basis_limit).to(tl.int32, bitcast=True)
     infinite: tl.constexpr = 0x7F800000
     cut = ((longest & (_STEP - 1)) != 0) & ((longest & infinite) != infinite)
     first = (longest + tl.where(cut, _STEP, 0)) & _SHORT
-    code, least = _coded(x, d, real, first.to(tl.float32, bitcast=True), feedback, LEVELS, DIM)
+    code, least = _coded(x, d, real, first.to(tl.float32, bitcast=True), feedback, CACHE)
     best = first
     for tried in tl.static_range(1, _TRIED):
         kept = ((first & infinite) == infinite) | ((first & 0x7FFFFFFF) < tried * _STEP)
         word = tl.where(kept, first, first - tried * _STEP)
-        found, cost = _coded(x, d, real, word.to(tl.float32, bitcast=True), feedback, LEVELS, DIM)
+        found, cost = _coded(x, d, real, word.to(tl.float32, bitcast=True), feedback, CACHE)
         better = cost < least
         code = tl.where(better, found, code)
         best = tl.where(better, word, best)
@@ -90,32 +90,32 @@ def rounded_in_basis(x, d, real, feedback, LEVELS: tl.constexpr, DIM: tl.constex
 
 
 @triton.jit
-def _coded(x, d, real, scale, feedback, LEVELS: tl.constexpr, DIM: tl.constexpr):
+def _coded(x, d, real, scale, feedback, CACHE: tl.constexpr):
     """Codes of one row by a scale, halves among them, as float32; and what they lose."""
     open_ = tl.where(real, x * _inverse(scale), 0.0)
     left = open_
     code = tl.zeros_like(open_)
     cost = scale * 0.0
-    for n in range(DIM):
-        i = DIM - 1 - n
+    for n in range(CACHE.dim):
+        i = CACHE.dim - 1 - n
         here = real & (d == i)
         fine = tl.where(i < _HALVES, 2.0, 1.0)
         # Not a division, which is approximate here.
         step = tl.where(i < _HALVES, 0.5, 1.0)
         wanted = tl.sum(tl.where(here, left, 0.0), axis=0)
-        inner = (wanted + _clamped(wanted, LEVELS.knee)) * 0.5
-        whole = _within(nearest(inner * fine), -LEVELS.half * fine, LEVELS.half * fine - 1.0)
+        inner = (wanted + _clamped(wanted, CACHE.knee)) * 0.5
+        whole = _within(nearest(inner * fine), -CACHE.half * fine, CACHE.half * fine - 1.0)
         own = whole * step
         nearer = tl.where(whole > 0.0, whole - 1.0, tl.where(whole < 0.0, whole + 1.0, whole)) * step
-        missed, beside = wanted - level(own, LEVELS.knee), wanted - level(nearer, LEVELS.knee)
+        missed, beside = wanted - level(own, CACHE.knee), wanted - level(nearer, CACHE.knee)
         # Where steps change, the code before it may be the nearest.
         before = tl.abs(beside) < tl.abs(missed)
         own = tl.where(before, nearer, own)
         missed = tl.where(before, beside, missed) * fine
         cost += missed * missed
-        lost = tl.sum(tl.where(here, open_, 0.0), axis=0) - level(own, LEVELS.knee)
+        lost = tl.sum(tl.where(here, open_, 0.0), axis=0) - level(own, CACHE.knee)
         code = tl.where(here, own, code)
-        left += lost * tl.load(feedback + i * DIM + d, mask=real & (d < i), other=0.0)
+        left += lost * tl.load(feedback + i * CACHE.dim + d, mask=real & (d < i), other=0.0)
     return code, cost * (scale * scale)
 
 

@@ -3,7 +3,7 @@
 Slots are physical: block · 64 + place in the block. Nothing here waits for the device or allocates.
 """
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 import triton
@@ -35,8 +35,8 @@ def writable_parts(store: Store, layer: int, kind: CacheKind) -> tuple[Tensor, T
 class Written:
     """What kernels that write keys or values of `dim` dimensions are compiled for.
 
-    limit   the largest code; signed_limit, half: of rows with signed scales, as kv_store.SIGNED has them.
-    levels  of rows in a basis; None: of kinds that have none.
+    limit   the largest code; signed_limit: of rows with signed scales, as kv_store.SIGNED has it.
+    basis_limit, half, knee  of rows in a basis, as kv_store.IN_BASIS has them; half of others with signed scales too.
     """
 
     kv_heads: int
@@ -46,8 +46,9 @@ class Written:
     kind: CacheKind
     limit: float
     signed_limit: float
+    basis_limit: float
     half: int
-    levels: Levels | None
+    knee: float
 
 
 def written(kind: CacheKind, kv_heads: int, dim: int) -> Written:
@@ -55,8 +56,8 @@ def written(kind: CacheKind, kv_heads: int, dim: int) -> Written:
     wide = -(-dim // VECTOR) * VECTOR
     return Written(
         *(kv_heads, dim, wide, triton.next_power_of_2(wide), kind, LIMITS.get(kind, 0.0)),
-        *SIGNED.get(kind, (0.0, 0)),
-        IN_BASIS.get(kind),
+        SIGNED.get(kind, (0.0, 0))[0],
+        *astuple(IN_BASIS.get(kind, Levels(0.0, 0, 0.0))),
     )
 
 
@@ -110,7 +111,7 @@ def write_key(x, memory, scales, slot, head, basis, CACHE: tl.constexpr):
             own = basis + head * (3 * CACHE.dim * CACHE.dim)
             x = turned_registers(x, own, d, d < CACHE.dim, CACHE.dim, CACHE.padded)
             feedback = own + CACHE.dim * CACHE.dim
-            code, scale = rounded_in_basis(x, d, d < CACHE.dim, feedback, CACHE.levels, CACHE.dim)
+            code, scale = rounded_in_basis(x, d, d < CACHE.dim, feedback, CACHE)
         elif CACHE.kind == "int3":
             code, scale = rounded_signed(x, d < CACHE.dim, CACHE.signed_limit, CACHE.half)
         else:
@@ -153,7 +154,7 @@ def value_codes(source, d, real, head, basis, CACHE: tl.constexpr):
         own = basis + head * (3 * CACHE.dim * CACHE.dim)
         x = turned_memory(source, own, d, real, CACHE.dim, CACHE.padded)
         feedback = own + CACHE.dim * CACHE.dim
-        code, scale = rounded_in_basis(x, d, real, feedback, CACHE.levels, CACHE.dim)
+        code, scale = rounded_in_basis(x, d, real, feedback, CACHE)
     elif CACHE.kind == "int3":
         x = tl.load(source + d, mask=real, other=0.0)
         code, scale = rounded_signed(x, real, CACHE.signed_limit, CACHE.half)
