@@ -11,12 +11,14 @@ from tests.runtime.speculative.simulation import (
     bent,
     expected,
     flat,
+    four_billion,
     known,
     linear,
     mixture,
     per_token,
     simulate,
     text,
+    wavering,
 )
 
 # Tokens a round of seven drafted ones: code and chat, as DSpark's paper has them (2607.05147, table 1).
@@ -109,3 +111,30 @@ def test_a_first_batch_that_is_large_is_not_slowed_by_finding_out(p: float) -> N
     plain = expected(0, 0, 0.05, linear, 16)
     found, _ = simulate(Controller(), 200, per_token(p), 0.05, linear, 16)
     assert found > 0.96 * plain
+
+
+@pytest.mark.parametrize("p", [CODE, CHAT])
+def test_where_rows_were_timed_first_texts_are_near_the_best_on_a_machine_that_wavers(p: float) -> None:
+    """As a server's: no round without a draft comes first, and first drafts are long where rows are cheap."""
+    seeds = range(48)
+    fixed = min(np.mean([text(gamma, p, four_billion, seed) for seed in seeds]) for gamma in range(LENGTH + 1))
+    costs = {width: four_billion(width) for width in (1, 2, 3, 5)}
+
+    def near(costs: dict[int, float]) -> float:
+        took = [text(Controller(widths=costs), p, four_billion, seed, 0.03, paces=wavering(seed + 7)) for seed in seeds]
+        return float(fixed / np.mean(took))
+
+    assert near(costs) > 0.95 and near(costs) > near({})
+
+
+def test_first_drafts_are_as_long_as_trying_out_affords() -> None:
+    """Where rows are cheap, longer and longer ones, though nothing is accepted; where they are dear, none after few."""
+
+    def lengths(forward: Callable[[int], float]) -> list[int]:
+        controller = Controller(widths={width: forward(width) for width in (1, 2, 3, 5)})
+        return simulate(controller, 12, per_token(0.0), 0.02, forward, noise=0.0)[1]
+
+    cheap, dear = lengths(four_billion), lengths(linear)
+    assert cheap[:3] == [2, 5, 11]
+    assert dear[:3] == [2, 1, 0]
+    assert Controller().next_budget(1, 200).budget == 0  # without these costs what not drafting takes comes first
