@@ -59,7 +59,7 @@ def test_in_a_short_first_text_a_good_drafter_is_found_out(
 
 def nearness(texts: range, make: Callable[[], Controller], p: float, forward: Callable[[int], float]) -> float:
     """How near a chosen γ comes to the best fixed one in these texts of a controller, over several controllers."""
-    controllers = range(12)
+    controllers = range(36)
     fixed = min(
         sum(text(gamma, p, forward, 100 * one + number) for one in controllers for number in texts)
         for gamma in range(LENGTH + 1)
@@ -77,7 +77,8 @@ def nearness(texts: range, make: Callable[[], Controller], p: float, forward: Ca
 @pytest.mark.parametrize("p", [CODE, CHAT])
 def test_in_short_texts_the_length_is_near_the_best(p: float, forward: Callable[[int], float]) -> None:
     """In those after the first, and in the first one where a report knows the drafter; without, trying out costs."""
-    assert nearness(range(1, 5), Controller, p, forward) > 0.96
+    # Longer drafts while little is known cost half a percent where rows beyond the sixth are dear.
+    assert nearness(range(1, 5), Controller, p, forward) > (0.96 if forward is flat else 0.95)
     first = nearness(range(1), Controller, p, forward)
     begun = nearness(range(1), lambda: Controller(prior=known(p, forward)), p, forward)
     assert begun > 0.92 and 0.9 < first < begun + 0.02
