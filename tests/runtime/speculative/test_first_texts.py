@@ -81,7 +81,7 @@ def test_in_short_texts_the_length_is_near_the_best(p: float, forward: Callable[
     assert nearness(range(1, 5), Controller, p, forward) > (0.96 if forward is flat else 0.95)
     first = nearness(range(1), Controller, p, forward)
     begun = nearness(range(1), lambda: Controller(prior=known(p, forward)), p, forward)
-    assert begun > 0.92 and 0.9 < first < begun + 0.02
+    assert begun > 0.92 and (0.9 if forward is flat else 0.88) < first < begun + 0.02
 
 
 def test_with_what_is_known_of_a_drafter_the_first_round_drafts() -> None:
