@@ -1,6 +1,6 @@
 """Machines and drafters of known cost, and the rounds that a controller has with them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -68,6 +68,19 @@ def bent(width: int) -> float:
     return 1 + 0.02 * (width - 1) + 0.15 * max(0, width - 6)
 
 
+def four_billion(width: int) -> float:
+    """A forward of a model of four billion parameters at int4."""
+    return float(np.interp(width, (1, 2, 4, 8, 17), (1.0, 1.01, 1.04, 1.16, 1.9)))
+
+
+def wavering(seed: int) -> Iterator[float]:
+    """How many times as long a machine's rounds take, one by one: by 30 % for a while, and now and then three times."""
+    rng, slow = np.random.default_rng(seed), 0.0
+    while True:
+        slow = 0.9 * slow + 0.3 * (1 - 0.9**2) ** 0.5 * rng.normal()
+        yield float(np.exp(slow)) * (3 if rng.random() < 0.04 else 1)
+
+
 def expected(p: float, gamma: int, step: float, forward: Callable[[int], float], batch: int = 1) -> float:
     gained = gamma + 1 if p == 1 else (1 - p ** (gamma + 1)) / (1 - p)
     return batch * gained / (gamma * step + forward(batch * (gamma + 1)))
@@ -84,8 +97,12 @@ def text(
     seed: int,
     noise: float = 0.1,
     tokens: int = TOKENS,
+    paces: Iterator[float] | None = None,
 ) -> float:
-    """The time that a text takes on a machine without noise, where γ is chosen (or given) on one that has it."""
+    """The time that a text takes on a machine without noise, where γ is chosen (or given) on one that has it.
+
+    paces  of the machine, round by round, beside the noise of each time; None: one.
+    """
     accepting, machine, took, found = np.random.default_rng(seed), np.random.default_rng(seed + 1), 0.0, 1
     accept = per_token(p)
     while found < tokens:
@@ -97,7 +114,8 @@ def text(
         drafted = min(gamma, LENGTH)
         accepted = accept(drafted, accepting)
         spent = 0.15 + 0.01 * drafted if gamma else 0.0, forward(1 + drafted)
-        draft, target = (one * machine.lognormal(0, noise) for one in spent)
+        pace = 1.0 if paces is None else next(paces)
+        draft, target = (pace * one * machine.lognormal(0, noise) for one in spent)
         if not isinstance(controller, int):
             if resting:
                 controller.rested(target)

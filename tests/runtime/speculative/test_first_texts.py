@@ -11,12 +11,14 @@ from tests.runtime.speculative.simulation import (
     bent,
     expected,
     flat,
+    four_billion,
     known,
     linear,
     mixture,
     per_token,
     simulate,
     text,
+    wavering,
 )
 
 # Tokens a round of seven drafted ones: code and chat, as DSpark's paper has them (2607.05147, table 1).
@@ -57,7 +59,7 @@ def test_in_a_short_first_text_a_good_drafter_is_found_out(
 
 def nearness(texts: range, make: Callable[[], Controller], p: float, forward: Callable[[int], float]) -> float:
     """How near a chosen γ comes to the best fixed one in these texts of a controller, over several controllers."""
-    controllers = range(12)
+    controllers = range(36)
     fixed = min(
         sum(text(gamma, p, forward, 100 * one + number) for one in controllers for number in texts)
         for gamma in range(LENGTH + 1)
@@ -75,10 +77,11 @@ def nearness(texts: range, make: Callable[[], Controller], p: float, forward: Ca
 @pytest.mark.parametrize("p", [CODE, CHAT])
 def test_in_short_texts_the_length_is_near_the_best(p: float, forward: Callable[[int], float]) -> None:
     """In those after the first, and in the first one where a report knows the drafter; without, trying out costs."""
-    assert nearness(range(1, 5), Controller, p, forward) > 0.96
+    # Longer drafts while little is known cost half a percent where rows beyond the sixth are dear.
+    assert nearness(range(1, 5), Controller, p, forward) > (0.96 if forward is flat else 0.95)
     first = nearness(range(1), Controller, p, forward)
     begun = nearness(range(1), lambda: Controller(prior=known(p, forward)), p, forward)
-    assert begun > 0.92 and 0.9 < first < begun + 0.02
+    assert begun > 0.92 and (0.9 if forward is flat else 0.88) < first < begun + 0.02
 
 
 def test_with_what_is_known_of_a_drafter_the_first_round_drafts() -> None:
@@ -109,3 +112,30 @@ def test_a_first_batch_that_is_large_is_not_slowed_by_finding_out(p: float) -> N
     plain = expected(0, 0, 0.05, linear, 16)
     found, _ = simulate(Controller(), 200, per_token(p), 0.05, linear, 16)
     assert found > 0.96 * plain
+
+
+@pytest.mark.parametrize("p", [CODE, CHAT])
+def test_where_rows_were_timed_first_texts_are_near_the_best_on_a_machine_that_wavers(p: float) -> None:
+    """As a server's: no round without a draft comes first, and first drafts are long where rows are cheap."""
+    seeds = range(48)
+    fixed = min(np.mean([text(gamma, p, four_billion, seed) for seed in seeds]) for gamma in range(LENGTH + 1))
+    costs = {width: four_billion(width) for width in (1, 2, 3, 5)}
+
+    def near(costs: dict[int, float]) -> float:
+        took = [text(Controller(widths=costs), p, four_billion, seed, 0.03, paces=wavering(seed + 7)) for seed in seeds]
+        return float(fixed / np.mean(took))
+
+    assert near(costs) > 0.95 and near(costs) > near({})
+
+
+def test_first_drafts_are_as_long_as_trying_out_affords() -> None:
+    """Where rows are cheap, longer and longer ones, though nothing is accepted; where they are dear, none after few."""
+
+    def lengths(forward: Callable[[int], float]) -> list[int]:
+        controller = Controller(widths={width: forward(width) for width in (1, 2, 3, 5)})
+        return simulate(controller, 12, per_token(0.0), 0.02, forward, noise=0.0)[1]
+
+    cheap, dear = lengths(four_billion), lengths(linear)
+    assert cheap[:3] == [2, 5, 11]
+    assert dear[:3] == [2, 1, 0]
+    assert Controller().next_budget(1, 200).budget == 0  # without these costs what not drafting takes comes first
