@@ -7,8 +7,14 @@ void units_of(const Heads& h, const Path& path, const Batch& batch, std::vector<
     const int64_t per_head = h.heads / h.kv_heads, limit = path.tile_rows();
     units.clear();
     for (int64_t row = 0; row < batch.rows;) {
+        // Rows of a chain, or of one tree: what came before it is all that its rows have in common.
+        const bool tree = batch.tail_at[row] >= 0;
+        auto alike = [&](int64_t other) {
+            return batch.request[other] == batch.request[row] && (batch.tail_at[other] >= 0) == tree &&
+                   (!tree || batch.tail_from[other] == batch.tail_from[row]);
+        };
         int64_t rows = 1;
-        while (row + rows < batch.rows && (rows + 1) * per_head <= limit && batch.request[row + rows] == batch.request[row]) rows++;
+        while (row + rows < batch.rows && (rows + 1) * per_head <= limit && alike(row + rows)) rows++;
         for (int64_t head = 0; head < h.kv_heads; head++)
             for (int64_t from = 0; from < per_head; from += limit)
                 units.push_back({row, rows, head, head * per_head + from, head * per_head + std::min(per_head, from + limit)});

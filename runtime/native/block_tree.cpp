@@ -9,7 +9,8 @@
 namespace specpress {
 
 // The tokens whose logits lie at most so many eighths of a nat below a place's largest one as it takes to have `count` of
-// them (block.py, _considered). names: which token each number is of, in order; null: of the token at its place.
+// them (_considered in runtime/speculative/drafters/block.py). names: which token each number is of, in order; null: of the
+// token at its place.
 void BlockDraft::consider(const float* base, int64_t size, const int64_t* names, int64_t count, Considered& found) {
     constexpr int LAST = 255;
     found.tokens.clear(), found.logits.clear();
