@@ -20,8 +20,6 @@ from runtime.engine.schedule import MIXED_ROWS, PREFILL_ROWS
 from runtime.serve.prefixes import PAGE, Kept, ranked
 from runtime.serve.worker import GAP
 
-_WAITING = 0.2  # share of the work beside the engines that waits for memory: it is Python's
-
 
 @dataclass(frozen=True)
 class Fleet:
@@ -145,7 +143,7 @@ class _Run:
         figures, clock = self._figures, self.clock
 
         def arrive(_: float) -> None:
-            clock.work("ingress", figures.early * figures.ingress.request, route, _WAITING)
+            clock.work("ingress", figures.early * figures.ingress.request, route)
 
         def route(_: float) -> None:
             one = _route(self.replicas, text.pages, self._fleet, number)
@@ -165,7 +163,7 @@ class _Run:
         if self._fleet.cores is None or not seconds:
             then(self.clock.now)
         else:
-            self.clock.work(("beside", one.place), seconds, then, _WAITING)
+            self.clock.work(("beside", one.place), seconds, then)
 
     def _clear_away(self, one: _Replica) -> None:
         """What is left to do for a request whose text has ended."""
@@ -203,9 +201,7 @@ class _Run:
         held = min(one.held, seconds)
         one.held -= held
         seconds += held
-        # Rows of prompts compute; the texts' tokens wait for the weights.
-        memory = figures.round(len(decoding), 0) / seconds if decoding and seconds else 0.0
-        self.clock.work(thread, seconds, ended, memory, crowds=True)
+        self.clock.work(thread, seconds, ended, crowds=True)
 
     def _pace(self, one: _Replica) -> float:
         """How many times as long a replica's rounds take for a while."""
@@ -250,7 +246,7 @@ class _Run:
             self._tell(one)
 
         def passed(_: float) -> None:
-            self.clock.work("ingress", self._figures.ingress.news(len(news)), heard, _WAITING)
+            self.clock.work("ingress", self._figures.ingress.news(len(news)), heard)
 
         self._beside(one, self._figures.others.news(len(news)), passed)
 

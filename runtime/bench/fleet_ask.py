@@ -14,7 +14,7 @@ from runtime.bench.fleet import Load, percentiles
 from runtime.bench.load import arrivals
 from runtime.errors import UserError
 
-_PAUSE = 0.03  # seconds, such as lie between requests where a server is busy half of the time
+_PAUSE = 0.05  # seconds
 _HIGHEST_ID = 250  # token ids of random prompts: every vocabulary has them
 
 

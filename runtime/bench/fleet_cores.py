@@ -15,9 +15,8 @@ class _Thread:
 
     left: float = 0.0
     then: Then | None = None
-    memory: float = 0.0
     crowds: bool = False
-    waiting: deque[tuple[float, Then, float, bool]] = field(default_factory=deque)
+    waiting: deque[tuple[float, Then, bool]] = field(default_factory=deque)
 
 
 @dataclass
@@ -26,8 +25,8 @@ class Clock:
 
     cores  that all threads share (processor sharing: each of n that have work runs at min(1, cores / n)); None: each
            has one for itself.
-    crowd  how many times longer work that waits for memory takes with 0, 1, 2, … threads beside that crowd it; the last
-           is that of more, too.
+    crowd  how many times longer all work takes while 1, 2, … threads that crowd run: cores share memory and caches, and
+           may be two threads of one. The last is that of more, too.
     """
 
     cores: float | None = None
@@ -43,14 +42,11 @@ class Clock:
         self._count += 1
         heapq.heappush(self._events, (time, self._count, then))
 
-    def work(self, thread: Hashable, seconds: float, then: Then, memory: float = 0.0, *, crowds: bool = False) -> None:
-        """The thread does so much after what it has to do, and then calls `then`.
-
-        memory  share of the work that waits for memory and caches, and so for others that crowd them.
-        """
-        one, asked = self._threads.setdefault(thread, _Thread()), (seconds, then, memory, crowds)
+    def work(self, thread: Hashable, seconds: float, then: Then, *, crowds: bool = False) -> None:
+        """The thread does so much after what it has to do, and then calls `then`."""
+        one, asked = self._threads.setdefault(thread, _Thread()), (seconds, then, crowds)
         if one.then is None:
-            one.left, one.then, one.memory, one.crowds = asked
+            one.left, one.then, one.crowds = asked
             self._busy[thread] = one
         else:
             one.waiting.append(asked)
@@ -78,7 +74,7 @@ class Clock:
             done = self._busy[first]
             then, done.then = done.then, None
             if done.waiting:
-                done.left, done.then, done.memory, done.crowds = done.waiting.popleft()
+                done.left, done.then, done.crowds = done.waiting.popleft()
             else:
                 del self._busy[first]
             assert then is not None
@@ -86,11 +82,9 @@ class Clock:
 
     def _speeds(self) -> dict[Hashable, float]:
         """Of each thread that has work, over what it does alone."""
-        share = 1.0 if self.cores is None else min(1.0, self.cores / max(1, len(self._busy)))
-        crowding = sum(one.crowds for one in self._busy.values()) if self.cores is not None else 0
-        speeds = {}
-        for thread, one in self._busy.items():
-            beside = min(crowding - one.crowds, len(self.crowd) - 1)
-            slower = self.crowd[beside] if beside > 0 else 1.0
-            speeds[thread] = share / (1 + one.memory * (slower - 1))
-        return speeds
+        if self.cores is None:
+            return dict.fromkeys(self._busy, 1.0)
+        share = min(1.0, self.cores / max(1, len(self._busy)))
+        crowding = sum(one.crowds for one in self._busy.values())
+        slower = self.crowd[min(crowding, len(self.crowd)) - 1] if crowding else 1.0
+        return dict.fromkeys(self._busy, share / slower)

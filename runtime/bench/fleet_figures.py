@@ -33,8 +33,8 @@ class Figures:
     held      that a request keeps its replica's other texts waiting, beyond what its rows take.
     waver     how much what rounds take changes: the standard deviation of its logarithm, where 1, 2, … replicas run on
               one machine; steady: seconds after which it has changed.
-    crowd     how many times longer rounds take where 1, 2, … replicas on one machine run them at once, beyond what
-              sharing its cores costs: they share its memory and caches, too.
+    crowd     how many times longer all work takes while 1, 2, … replicas on one machine run rounds, beyond what sharing
+              its cores costs: they share its memory and caches, too.
     """
 
     overhead: float

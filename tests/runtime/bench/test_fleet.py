@@ -69,22 +69,17 @@ def test_threads_share_cores_by_how_many_have_work() -> None:
     assert [ends[name] for name in "abc"] == [2.0, 2.0, 2.0]
 
 
-def test_who_waits_for_memory_waits_for_those_that_crowd_it() -> None:
-    """By hand: a and b crowd each other, and c, which waits for memory by half; d does not."""
-    clock, ends = Clock(4, (1.0, 2.0, 4.0)), dict[str, float]()
-    for name, seconds, memory, crowds in (
-        ("a", 2.0, 1.0, True),
-        ("b", 3.0, 1.0, True),
-        ("c", 4.0, 0.5, False),
-        ("d", 5.0, 0.0, False),
-    ):
-        clock.work(name, seconds, lambda now, name=name: ends.setdefault(name, now), memory, crowds=crowds)  # type: ignore[misc]
+def test_who_runs_beside_threads_that_crowd_is_slower() -> None:
+    """By hand: a and b crowd each other and c, which crowds nobody."""
+    clock, ends = Clock(4, (1.0, 2.0)), dict[str, float]()
+    for name, seconds, crowds in (("a", 2.0, True), ("b", 3.0, True), ("c", 4.0, False)):
+        clock.work(name, seconds, lambda now, name=name: ends.setdefault(name, now), crowds=crowds)  # type: ignore[misc]
     clock.run()
-    # a and b at 1/2 until 4, c at 1 / (0.5 + 0.5 · 4): 1.6 done; then b alone, and c at 1 / 1.5.
-    assert ends == pytest.approx({"a": 4.0, "b": 5.0, "d": 5.0, "c": 5.0 + (4.0 - 1.6 - 1 / 1.5)})
+    # All at 1/2 until a's end, where b has 1 left and c 2.
+    assert ends == pytest.approx({"a": 4.0, "b": 5.0, "c": 6.0})
     apart = Clock(None, (1.0, 2.0))
     for name in "ab":
-        apart.work(name, 2.0, lambda now, name=name: ends.update({name: now}), 1.0, crowds=True)  # type: ignore[misc]
+        apart.work(name, 2.0, lambda now, name=name: ends.update({name: now}), crowds=True)  # type: ignore[misc]
     apart.run()
     assert (ends["a"], ends["b"]) == (2.0, 2.0)
 

@@ -25,7 +25,7 @@ SHARES = (0.25, 0.4, 0.55)  # of what the replicas can do
 # How near: of three replicas that share two cores, each other's cache and the client's core less can be foreseen.
 NEAR, CROWDED = 0.15, 0.25
 STEADY = 1.4  # how far the same load's median may lie apart between passes, for figures to mean anything
-PASSES, AROUND = 5, 7
+PASSES, AROUND = 3, 7
 
 Gaps = list[list[float]]
 
