@@ -95,12 +95,6 @@ def test_prompts_that_begin_alike_go_where_that_is_known(two: Nodes, model: Path
         texts = [one["texts"] for one in server.engine()["replicas"]]
         reused = sum(cached for _, cached in seen) / (REQUESTS * TOKENS)
         found[prefix] = median(first for first, _ in seen), reused, max(texts) / mean(texts), len(texts)
-    # Two that come at once go to a replica each, though one has read more so far: one on its way counts already.
-    with ThreadPoolExecutor(2) as pool:
-        for turn in range(12):
-            list(pool.map(partial(_first_token, server), [[turn + 10, one + 10] * 8 for one in range(2)]))
-    after = [one["texts"] for one in server.engine()["replicas"]]
-    assert sum(after) == sum(texts) + 24 and min(b - a for a, b in zip(texts, after, strict=True)) >= 11
     print(f"first token, reuse, load over mean: {found[False][:3]} by Ray, {found[True][:3]} by prefix")
     first, reused, load, used = found[True]
     assert reused >= 0.8 and load <= 1.5 and used == 2
