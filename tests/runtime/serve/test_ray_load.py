@@ -26,7 +26,7 @@ from tests.killing import hear_interrupts
 from tests.ray_cluster import Nodes, nodes
 from tests.serving import Running, running
 
-PREFIXES, TOKENS, REQUESTS, CLIENTS = 4, 1024, 64, 4
+PREFIXES, TOKENS, REQUESTS, CLIENTS, TURNS = 4, 1024, 64, 4, 3
 WAIT = 120.0
 
 
@@ -56,9 +56,9 @@ def _replicas(least: int, most: int, **other: Any) -> Replicas:
     return Replicas(least=least, most=most, cpus=0, resources={"engine": 1}, leave=5, **other)
 
 
-def _prompts(count: int) -> list[list[int]]:
+def _prompts(count: int, seed: int) -> list[list[int]]:
     """Prompts of some that begin alike, in no order."""
-    generator = random.Random(3)
+    generator = random.Random(seed)
     prefixes = [[generator.randrange(10, 30_000) for _ in range(TOKENS)] for _ in range(PREFIXES)]
     own = [[generator.randrange(10, 30_000) for _ in range(20)] for _ in range(count)]
     found = [prefixes[place % PREFIXES] + tail for place, tail in enumerate(own)]
@@ -86,19 +86,26 @@ def _first_token(server: Running, prompt: list[int]) -> tuple[float, int]:
 
 @pytest.mark.slow
 def test_prompts_that_begin_alike_go_where_that_is_known(two: Nodes, model: Path, tmp_path: Path) -> None:
-    found = {}
-    for prefix in (False, True):
-        told = _told(two, model, _replicas(2, 2), pages=56, max_batch=8, routing=Routing(prefix=prefix))
-        server = two.server(told, tmp_path / "log")
-        with ThreadPoolExecutor(CLIENTS) as pool:
-            seen = list(pool.map(partial(_first_token, server), _prompts(REQUESTS)))
-        texts = [one["texts"] for one in server.engine()["replicas"]]
-        reused = sum(cached for _, cached in seen) / (REQUESTS * TOKENS)
-        found[prefix] = median(first for first, _ in seen), reused, max(texts) / mean(texts), len(texts)
-    print(f"first token, reuse, load over mean: {found[False][:3]} by Ray, {found[True][:3]} by prefix")
-    first, reused, load, used = found[True]
-    assert reused >= 0.8 and load <= 1.5 and used == 2
-    assert first <= 0.6 * found[False][0]
+    """In turns with Ray's own routing: that is by chance, so a single turn of it says little."""
+    firsts: dict[bool, list[float]] = {False: [], True: []}
+    for turn in range(TURNS):
+        for prefix in firsts:
+            told = _told(two, model, _replicas(2, 2), pages=56, max_batch=8, routing=Routing(prefix=prefix))
+            server = two.server(told, tmp_path / "log")
+            with ThreadPoolExecutor(CLIENTS) as pool:
+                seen = list(pool.map(partial(_first_token, server), _prompts(REQUESTS, turn)))
+            texts = [one["texts"] for one in server.engine()["replicas"]]
+            reused = sum(cached for _, cached in seen) / (REQUESTS * TOKENS)
+            load = max(texts) / mean(texts)
+            waited = [first for first, _ in seen]
+            firsts[prefix] += waited
+            routing = "by prefix" if prefix else "by Ray"
+            print(f"{routing}: first token {median(waited):.3f} s, {reused=:.2f}, {load=:.2f}")
+            if prefix:
+                assert reused >= 0.8 and load <= 1.5 and len(texts) == 2
+    share = median(firsts[True]) / median(firsts[False])
+    print(f"the first token takes {share:.2f} of what it takes with Ray's own routing")
+    assert share <= 0.6
 
 
 @pytest.mark.slow
