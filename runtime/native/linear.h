@@ -107,11 +107,16 @@ inline void small_product(const Weights& w, const Inputs& in, int64_t row, int64
             acc[m][1] = scheme.start(w, at + LANES, sums[m * groups + g]);
         }
         for (int m = M; m < SETS * M; m++) acc[m][0] = acc[m][1] = seti(0);
-        for (int64_t k = 0; k < size; k += STEP, codes += Scheme::BYTES) {
-            scheme.fetch(codes + AHEAD);
-            scheme.fetch(codes + AHEAD + Scheme::BYTES / 2);
-            const auto left = scheme.read(codes), right = scheme.read(codes + Scheme::BYTES / 2);
-            scheme.template each<M, SETS>(left, right, x + k, in.stride, acc);
+        if constexpr (Scheme::WHOLE) {
+            scheme.template whole<M, SETS>(codes, x, size, in.stride, acc);
+            codes += size / STEP * Scheme::BYTES;
+        } else {
+            for (int64_t k = 0; k < size; k += STEP, codes += Scheme::BYTES) {
+                scheme.fetch(codes + AHEAD);
+                scheme.fetch(codes + AHEAD + Scheme::BYTES / 2);
+                const auto left = scheme.read(codes), right = scheme.read(codes + Scheme::BYTES / 2);
+                scheme.template each<M, SETS>(left, right, x + k, in.stride, acc);
+            }
         }
         for (int m = M; m < SETS * M; m++)
             acc[m - M][0] = addi(acc[m - M][0], acc[m][0]), acc[m - M][1] = addi(acc[m - M][1], acc[m][1]);
@@ -321,6 +326,8 @@ struct IntegerScheme {
     // Inputs whose products with one weight row fit 16 bits, two and two: codes up to c times 127, c · 254 · SHORT / 4 below
     // 2^15. 0: not even four of them do.
     static constexpr int SHORT = 0;
+    // Whether the scheme has `whole`, all inputs at once, which decodes weights while those before are multiplied.
+    static constexpr bool WHOLE = false;
     explicit IntegerScheme(const Weights&) {}
     void fetch(const uint8_t* codes) const { prefetch(codes); }
     B64 read(const uint8_t* codes) const { return load64(codes); }
@@ -337,15 +344,19 @@ struct IntegerScheme {
     inline void parts(Raw left, Raw right, const int8_t* x, int64_t stride, I16 (&acc)[SETS * M][2]) const {
         if constexpr (I < INPUTS / 4) {
             const auto& self = static_cast<const Scheme&>(*this);
-            const B64 a = self.template part<I>(left), b = self.template part<I>(right);
-#pragma GCC unroll 8
-            for (int m = 0; m < M; m++) {
-                const X4 v = four(x + m * stride + 4 * I);
-                I16(&into)[2] = acc[I % SETS * M + m];
-                into[0] = self.dot(into[0], a, v);
-                into[1] = self.dot(into[1], b, v);
-            }
+            add_part<M, SETS, I>(self.template part<I>(left), self.template part<I>(right), x, stride, acc);
             parts<M, SETS, I + 1>(left, right, x, stride, acc);
+        }
+    }
+    template <int M, int SETS, int I>
+    inline void add_part(B64 left, B64 right, const int8_t* x, int64_t stride, I16 (&acc)[SETS * M][2]) const {
+        const auto& self = static_cast<const Scheme&>(*this);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            const X4 v = four(x + m * stride + 4 * I);
+            I16(&into)[2] = acc[I % SETS * M + m];
+            into[0] = self.dot(into[0], left, v);
+            into[1] = self.dot(into[1], right, v);
         }
     }
     // Half `h` of a chunk: its codes stand every BYTES bytes.

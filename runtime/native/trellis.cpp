@@ -167,6 +167,7 @@ inline I16 dot_levels(I16 acc, B64 w, X4 x) {
 template <int BITS>
 struct Trellis : IntegerScheme<Trellis<BITS>, 16> {
     static constexpr int64_t BYTES = 64 * BITS;
+    static constexpr bool WHOLE = !NARROW;
     Decoder<BITS> decoder;
     explicit Trellis(const Weights& w) : IntegerScheme<Trellis<BITS>, 16>(w), decoder(w.levels) {}
     Sequence read(const uint8_t* codes) const { return {codes}; }
@@ -176,6 +177,31 @@ struct Trellis : IntegerScheme<Trellis<BITS>, 16> {
         return decoder.template part<I>(raw.p);
     }
     I16 dot(I16 acc, B64 w, X4 x) const { return dot_levels(acc, w, x); }
+
+    // `size` inputs by 32 outputs. Each part is decoded before the one ahead of it is multiplied: products of eight rows, which
+    // otherwise wait for it, take a fifth less time.
+    template <int M, int SETS>
+    inline void whole(const uint8_t* codes, const int8_t* x, int64_t size, int64_t stride, I16 (&acc)[SETS * M][2]) const {
+        B64 a = part<0>({codes}), b = part<0>({codes + BYTES / 2});
+        for (int64_t k = 0; k < size; k += 16) {
+            for (int64_t line = 0; line < BYTES; line += 64) prefetch(codes + AHEAD + line);
+            // What follows the last step is its own first part, for nothing.
+            const uint8_t* next = k + 16 < size ? codes + BYTES : codes;
+            parts_ahead<M, SETS, 0>(codes, next, a, b, x + k, stride, acc);
+            codes = next;
+        }
+    }
+    template <int M, int SETS, int I>
+    inline void parts_ahead(const uint8_t* codes, const uint8_t* next, B64& a, B64& b, const int8_t* x, int64_t stride,
+                            I16 (&acc)[SETS * M][2]) const {
+        if constexpr (I < 4) {
+            const uint8_t* from = I < 3 ? codes : next;
+            const B64 c = part<(I + 1) % 4>({from}), d = part<(I + 1) % 4>({from + BYTES / 2});
+            this->template add_part<M, SETS, I>(a, b, x, stride, acc);
+            a = c, b = d;
+            parts_ahead<M, SETS, I + 1>(codes, next, a, b, x, stride, acc);
+        }
+    }
 };
 
 // A block's levels as the decoder gives them: a byte each, 16 outputs by four inputs in 64 of them.
