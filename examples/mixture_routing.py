@@ -40,7 +40,7 @@ from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight
 
 if TYPE_CHECKING:
-    from runtime.bench.speculate import Job
+    from runtime.bench.speculate import Item, Job, Pass, Way
     from runtime.model.load import Model
 
 # Dimensions that say which token comes next: a random sign each.
@@ -145,23 +145,44 @@ def time_forwards(model: "Model", start: int, rounds: int) -> None:
     print(f"bytes over those of width 1: {told}")
 
 
+def in_turns(job: "Job", both: "tuple[Way, Way]", items: "Sequence[Item]") -> "tuple[Pass, Pass]":
+    """Each text by both ways, one right after the other: a machine that changes its speed changes both alike."""
+    from runtime.bench.speculate import Pass, run_once
+
+    found: tuple[list[Pass], list[Pass]] = [], []
+    for place, item in enumerate(items):
+        order = (0, 1) if place % 2 == 0 else (1, 0)
+        for way in order:
+            found[way].append(run_once(job, both[way], [item]))
+    plain, spoken = (
+        Pass(
+            sum(one.seconds for one in each),
+            1.0,
+            [m for one in each for m in one.metrics],
+            [one.tokens[0] for one in each],
+        )
+        for each in found
+    )
+    return plain, spoken
+
+
 def first_texts(jobs: Sequence["Job"]) -> list[float]:
-    """How much faster a new engine makes its first texts than plain decoding right before it does, for each job."""
-    from runtime.bench.speculate import run_once, ways
+    """How much faster a new engine makes its first texts than plain decoding beside it, for each job."""
+    from runtime.bench.speculate import ways
 
     found = []
     for job in jobs:
-        plain, spoken = (run_once(job, way, job.items[:FIRST]).seconds for way in ways(job))
-        found.append(plain / spoken)
+        plain, spoken = in_turns(job, ways(job), job.items[:FIRST])
+        found.append(plain.seconds / spoken.seconds)
     return found
 
 
 def speculate(model: "Model", draft: "Model", acceptances: Sequence[float], rounds: int) -> None:
-    """A table of plain and speculative decoding in turns, for each acceptance."""
+    """A table of plain and speculative decoding, each text in turns, for each acceptance."""
     from runtime.bench.jobs import plain_texts
     from runtime.bench.oracle import OracleDrafter
     from runtime.bench.output import console, table
-    from runtime.bench.speculate import Item, Job, measure, row
+    from runtime.bench.speculate import Item, Job, row, ways
     from runtime.sampling.params import Sampling
     from runtime.speculative.costs import first_costs
     from runtime.speculative.draft import NoDrafter
@@ -176,7 +197,11 @@ def speculate(model: "Model", draft: "Model", acceptances: Sequence[float], roun
         oracles = [OracleDrafter(draft, known, alpha, seed, model.decoder.vocab_size) for seed in range(rounds)]
         jobs = [replace(plain, drafter=oracle, widths=widths) for oracle in oracles]
         first = first_texts(jobs)
-        both = measure(jobs[0], rounds, lambda _: None)
+        both = ways(jobs[0])
+        in_turns(jobs[0], both, items[:FIRST])
+        for _ in range(rounds):
+            for way, one in zip(both, in_turns(jobs[0], both, items), strict=True):
+                way.passes.append(one)
         each = [a / b for a, b in zip(both[1].tokens_per_second, both[0].tokens_per_second, strict=True)]
         told = {"acceptance": alpha, "least": min(each), "first": median(first), "least_first": min(first)}
         found.append(row(jobs[0], *both, None) | told)
