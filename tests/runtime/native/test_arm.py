@@ -38,7 +38,8 @@ NEON = ("neon_i8mm", "neon_dotprod")
 # What is computed: all of it has the same bits on every path.
 SUBJECTS = ["attention0", "attention1", "attention2", "basis2", "basis3", "bf16", "choose", "decoder", "f32", "gated"]
 SUBJECTS += ["int4", "int8"]
-SUBJECTS += ["nested", "nf4", "noise", "norm", "quantize", "remember", "rotate", "ternary", "ternary-1.25", "upper"]
+SUBJECTS += ["nested", "nf4", "noise", "norm", "quantize", "remember", "rotate", "ternary", "ternary-1.25"]
+SUBJECTS += ["trellis", "upper"]
 
 
 @dataclass(frozen=True)
