@@ -286,10 +286,19 @@ class Ternary(RoundedStage):
              bits for four weights and with a scale per output; binary: −1 and 1 (BitNet), which the file does not store
              smaller than ternary.
     ramp     share of the training over which rounding sets in; 0: all of it from the first step.
+    fit_windows  of the training text, by which codes are fitted before training, layer by layer, so that they make up
+             for one another's errors; 0: training starts from weights that are rounded to nearest.
     """
 
     weights: Literal["ternary", "ternary-1.25", "binary"] = "ternary"
     ramp: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.0
+    fit_windows: Annotated[StrictInt, Field(ge=0, le=100_000)] = 0
+
+    @model_validator(mode="after")
+    def _can_be_fitted(self) -> "Ternary":
+        if self.fit_windows and self.weights == "binary":
+            raise ValueError("fit_windows: expected 0 with binary weights, whose codes are not fitted, found more")
+        return self
 
     def quantize(self) -> Quantize:
         """The quantise stage that rounds the same layers without training: what the plan is made from."""

@@ -3,12 +3,14 @@
 import json
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from compress.context import RunContext
@@ -36,6 +38,7 @@ from compress.training.float_model import load as load_plain
 from runtime import load
 from runtime.checkpoints.open import open_checkpoint
 from runtime.contract import Rows
+from runtime.formats.packed import PackedWeight
 
 Tiny = Callable[..., Path]
 
@@ -209,6 +212,37 @@ def test_training_brings_a_ruined_model_back(tiny: Tiny, tmp_path: Path) -> None
     assert math.exp(total / (rows.shape[0] * 32)) == pytest.approx(perplexity["trained"], rel=2e-3)
 
 
+@pytest.mark.parametrize("codes", ["ternary", "ternary-1.25"])
+def test_training_starts_at_fitted_codes_and_goes_on_to_the_same_bytes(tiny: Tiny, tmp_path: Path, codes: Any) -> None:
+    stage, folder = Ternary(weights=codes, fit_windows=16), tiny("llama")
+    report = run(stage, given(folder, tmp_path / "straight-work", 1536), tmp_path / "straight")
+    perplexity = report["perplexity"]
+    assert perplexity["trained"] <= perplexity["fitted_without_training"] < perplexity["rounded_without_training"]
+    assert math.exp(report["before"]) == pytest.approx(perplexity["fitted_without_training"], rel=1e-6)
+    packed = open_checkpoint(tmp_path / "straight").weight("model.layers.1.mlp.down_proj")
+    assert isinstance(packed, PackedWeight)
+    if codes == "ternary-1.25":
+        assert bool(((packed.codes.unflatten(1, (-1, 4)) == 0).sum(-1) == 1).all())
+
+    def stops(stage: str, done: int, total: int) -> None:
+        if done == 9:
+            raise KeyboardInterrupt
+
+    stopped = given(folder, tmp_path / "work", 1536)
+    with pytest.raises(KeyboardInterrupt):
+        run(stage, replace(stopped, run=replace(stopped.run, progress=stops)), tmp_path / "resumed")
+    notes: list[str] = []
+    run(stage, replace(stopped, run=replace(stopped.run, note=notes.append)), tmp_path / "resumed")
+    assert any("goes on after step 8 of 12" in note for note in notes)
+    straight, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("straight", "resumed"))
+    assert straight.keys() == resumed.keys() and all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+def test_more_windows_to_fit_to_than_there_are_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"fit_windows: expected at most the 623 windows .*, found 624"):
+        run(Ternary(fit_windows=624), given(tiny("llama"), tmp_path / "work", 512), tmp_path / "model")
+
+
 @pytest.mark.parametrize("stage", [{"ternary": {}}, {"qat": {"scheme": "int8-dynamic"}}], ids=["ternary", "qat"])
 def test_recipes_run_the_stages(tiny: Tiny, tmp_path: Path, stage: dict[str, Any]) -> None:
     source = tmp_path / "code.txt"
@@ -317,6 +351,7 @@ def test_converted_layers_keep_their_parameters(tiny: Tiny) -> None:
     [
         (Ternary, {"weights": "octal"}, "ternary"),
         (Ternary, {"ramp": 1.5}, "less than or equal to 1"),
+        (Ternary, {"fit_windows": 64, "weights": "binary"}, "fit_windows: expected 0"),
         (Ternary, {"targets": ["("]}, "regular expressions"),
         (Ternary, {"loss": {"jsd": 0}}, "weight above 0"),
         (Ternary, {"speed": 1}, "speed"),
