@@ -15,6 +15,7 @@ from compress.errors import UserError
 from compress.model.plan import make_plan
 from compress.model.structure import read_structure
 from compress.qat.convert import RoundedModel, convert, freeze_experts, rounded_layers, set_share
+from compress.qat.layers import BitLinear
 from compress.qat.start import fit_layers
 from compress.recipe.training_stages import Qat, Ternary
 from compress.training import float_model
@@ -34,14 +35,22 @@ class RoundedTask(DistilledTask):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     def groups(self) -> list[Group]:
-        """The rounded matrices; and the rest, without weight decay."""
-        matrices = [cast("nn.Parameter", layer.weight) for layer in rounded_layers(self.model)]
-        known = {id(weight) for weight in matrices}
-        rest = [p for p in self.model.parameters() if p.requires_grad and id(p) not in known]
-        groups = [Group("rounded", matrices, optimizer=self.stage.optimizer)] if matrices else []
-        if rest and self.stage.rest:
-            groups.append(Group("rest", rest, self.stage.rest, weight_decay=0.0))
-        return groups
+        """The rounded matrices; gains of their scales; norms and biases; and the rest. Only matrices may decay."""
+        stage, layers = self.stage, list(rounded_layers(self.model))
+        matrices = [cast("nn.Parameter", layer.weight) for layer in layers]
+        gains = [one.gain for one in layers if isinstance(one, BitLinear) and one.gain is not None]
+        known = {id(parameter) for parameter in (*matrices, *gains)}
+        others = [p for p in self.model.parameters() if p.requires_grad and id(p) not in known]
+        groups = [Group("rounded", matrices, optimizer=stage.optimizer)]
+        if gains:
+            groups.append(Group("scales", gains, cast("Ternary", stage).scales, weight_decay=0.0))
+        if stage.norms is None:
+            groups.append(Group("rest", others, stage.rest, weight_decay=0.0))
+        else:
+            vectors, rest = ([p for p in others if (p.dim() < 2) == wanted] for wanted in (True, False))
+            groups.append(Group("norms and biases", vectors, stage.norms, weight_decay=0.0))
+            groups.append(Group("rest", rest, stage.rest, weight_decay=0.0))
+        return [group for group in groups if group.parameters and group.rate_factor]
 
     def loss(self, batch: Tensor, progress: float) -> Loss:
         set_share(self.model, min(1.0, progress / self.ramp) if self.ramp else 1.0)
