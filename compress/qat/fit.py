@@ -56,12 +56,12 @@ def fit(
     A row without weights (or a weight that is 0 altogether) has the scale 0. Raises ValueError as `factorize` does.
     """
     k, width = weight.shape[1], table.shape[1]
-    short, turns = -k % width, _order(hessian.diagonal(), width)
-    factor, spreads, ridge = factorize(hessian, turns, damping)
-    damped = hessian[turns.unsqueeze(1), turns]
+    short = -k % width
+    factor, spreads, ridge = factorize(hessian, None, damping)
+    damped = hessian.clone()
     damped.diagonal().add_(ridge)
     # Inputs beyond the end are always 0, and cost nothing.
-    weight, spreads = F.pad(weight.float()[:, turns], (0, short)), F.pad(spreads, (0, short))
+    weight, spreads = F.pad(weight.float(), (0, short)), F.pad(spreads, (0, short))
     damped, factor = F.pad(damped, (0, short, 0, short)), F.pad(factor, (0, short, 0, short))
     factor.diagonal().fill_(1.0)
     patterns, dim = table.to(weight.device, torch.float32), 1 if per_row else (0, 1)
@@ -74,20 +74,8 @@ def fit(
         scale = _least(weight, codes, damped, dim)
     rounded = codes * scale
     curvature = damped.diagonal().clamp(min=torch.finfo(torch.float32).tiny)
-    wanted, back = rounded + (weight - rounded) @ damped / curvature, turns.argsort()
-    return Fitted(codes[:, back].to(torch.int8), scale, wanted[:, back])
-
-
-def _order(energies: Tensor, width: int) -> Tensor:
-    """(K,) int64: the inputs in the order in which they are decided, groups of large second moment first (`energies`).
-
-    What is decided late makes up for what came before. A group that is cut short stays the last one.
-    """
-    whole = energies[: len(energies) // width * width].view(-1, width)
-    groups = whole.sum(1).argsort(descending=True, stable=True)
-    inside = torch.arange(width, device=energies.device)
-    rest = torch.arange(whole.numel(), len(energies), device=energies.device)
-    return torch.cat([(groups.unsqueeze(1) * width + inside).flatten(), rest])
+    wanted = rounded + (weight - rounded) @ damped / curvature
+    return Fitted(codes[:, :k].to(torch.int8), scale, wanted[:, :k].contiguous())
 
 
 def _in_turn(weight: Tensor, factor: Tensor, spreads: Tensor, patterns: Tensor, scale: Tensor, k: int) -> Tensor:
