@@ -6,10 +6,11 @@ size of a layer's (or row's) weights is what gives its scale.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from compress.qat.fit import Fitted, fit
 from compress.qat.layers import BitLinear, Codes, round_inputs
@@ -29,7 +30,7 @@ def tables(codes: Codes) -> tuple[Tensor, bool]:
 
 
 @torch.no_grad()
-def fit_layers(model: nn.Module, windows: Tensor) -> list[str]:
+def fit_layers(model: Any, windows: Tensor) -> list[str]:
     """Fits the BitLinear layers of a transformers model to windows (B, T) int64; names of those that saw no input."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, BitLinear)}
     unseen = dict.fromkeys(layers)
