@@ -12,7 +12,7 @@ from compress.pipeline.forecast import Forecast, compute_seconds, resident, stor
 from compress.recipe import Recipe
 from compress.recipe.block_draft import BlockDraft
 from compress.recipe.training import TrainingStage
-from compress.recipe.training_stages import DistillationStage, Draft, Learn, Medusa
+from compress.recipe.training_stages import DistillationStage, Draft, Learn, Medusa, Ternary
 from compress.training.data import AT_ONCE
 from runtime.formats.schemes import SCHEMES
 
@@ -164,6 +164,11 @@ def _of_model(stage: TrainingStage, sizes: Sizes) -> Share:
     answers = stage.answers if isinstance(stage, DistillationStage) else None
     # The teacher is there with the student also where its answers are kept.
     memory = (_TRAINED_COPIES + 1) * sizes.target.weights * _FLOAT + _batch(stage, sizes.target, sizes)
+    if isinstance(stage, Ternary):
+        # Before there are gradients and moments all windows go through the student together, the original beside it.
+        places = stage.fit_windows * stage.training.length
+        fitting = 2 * sizes.target.weights + _ACTIVATION_COPIES * places * sizes.block.inputs
+        memory = max(memory, fitting * _FLOAT)
     work = sizes.target.weights * _FLOAT * _CHECKPOINT_COPIES
     if answers is not None:
         work += answers.windows * stage.training.length * (answers.top * (_TOKEN + _FLOAT) + _FLOAT)

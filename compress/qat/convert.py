@@ -35,13 +35,15 @@ def rounded_linear(stage: Ternary | Qat, layer: Layer, linear: nn.Linear, stored
     """What a layer becomes, without weights yet. `stored`: the dtype that the model is stored in."""
     sizes = linear.in_features, linear.out_features, linear.bias is not None
     if isinstance(stage, Ternary):
-        return BitLinear(*sizes, codes=stage.weights, stored=stored, device="meta")
+        return BitLinear(*sizes, codes=stage.weights, stored=stored, gains=stage.scales > 0, device="meta")
     scheme = SCHEMES[layer.scheme].scheme(layer.group_size, layer.symmetric)
     return QuantizedLinear(*sizes, scheme=scheme, stored=stored, int8_inputs=stage.int8_inputs, device="meta")
 
 
 def convert(model: nn.Module, plan: Plan, checkpoint: Checkpoint, stage: Ternary | Qat) -> None:
     """Replaces the plan's layers in place; their parameters stay the same objects, in the dtype that they have.
+
+    Gains of scales, where the stage trains them, are new ones.
 
     checkpoint  the model's: scales are rounded to what its dtype holds.
     Raises UserError for a layer that is no nn.Linear.
@@ -55,6 +57,8 @@ def convert(model: nn.Module, plan: Plan, checkpoint: Checkpoint, stage: Ternary
             )
         made = rounded_linear(stage, layer, linear, stored_dtype(checkpoint, layer.tensor))
         made.weight, made.bias = linear.weight, linear.bias
+        if isinstance(made, BitLinear) and made.gain is not None:
+            made.gain = nn.Parameter(torch.zeros_like(made.gain, device=linear.weight.device))
         model.set_submodule(layer.module, made)
 
 

@@ -154,18 +154,37 @@ def rounded_codes(weight: Tensor, codes: Codes, dtype: torch.dtype) -> tuple[Ten
     return torch.where(values > centre, 1.0, -1.0), scale
 
 
+def gained(scale: Tensor, gain: Tensor, dtype: torch.dtype) -> Tensor:
+    """(N, 1) float32: scale (1 + gain) of scales and gains (N, 1) as a file holds it in `dtype`.
+
+    The gradient goes to `gain` as if nothing were rounded.
+    """
+    wanted = scale * (1 + gain)
+    stored = wanted.detach().to(dtype).float()
+    return blend(wanted, torch.where(stored == 0, torch.finfo(dtype).eps, stored), 1.0)
+
+
 def bit_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, codes: Codes, dtype: torch.dtype, share: float
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    codes: Codes,
+    dtype: torch.dtype,
+    share: float,
+    gain: Tensor | None = None,
 ) -> Tensor:
     """x (…, K) by a weight (N, K) that counts as its codes; (…, N) in the dtype that F.linear gives.
 
     codes  which ones the weight has.
     dtype  what the weight's scale will be stored in.
     share  λ: 0 is the float layer, 1 the rounded one, whose packed form computes the same but for float rounding.
+    gain   (N, 1): what the outputs' scales are raised by, as shares (`gained`). None: nothing.
     """
     (found, scale), step = rounded_codes(weight, codes, dtype), input_steps(x)
     rounded = blend(weight / scale, found, share)
     products = F.linear(pass_through(x.float() * (1.0 / step), share), rounded)
+    if gain is not None:
+        scale = gained(scale, gain, dtype)
     y = (products.float() * (step * scale.flatten())).to(products.dtype)
     return y if bias is None else y + bias
 
@@ -176,6 +195,7 @@ class BitLinear(nn.Linear):
     codes    ternary, ternary-1.25 or binary.
     stored   the dtype of the model that the layer will be packed for.
     share    λ, which whoever trains raises from 0 to 1 (`convert.set_share`).
+    gains    ternary-1.25: whether scales are trained beside the weights, by a parameter `gain` (N, 1), 0 at first.
     norm     None, or an RMS norm of the inputs (BitNet's SubLN): for models that are trained from scratch as such.
     """
 
@@ -187,20 +207,25 @@ class BitLinear(nn.Linear):
         *,
         codes: Codes = "ternary",
         stored: torch.dtype = torch.bfloat16,
+        gains: bool = False,
         norm: float | None = None,
         device: torch.device | str | None = None,
     ):
         super().__init__(inputs, outputs, bias=bias, device=device)
+        if gains and codes != "ternary-1.25":
+            raise ValueError(f"only ternary-1.25 has a scale for each output to train, found {codes}")
         self.codes: Codes = codes
         self.stored = stored
         self.share = 1.0
+        self.gain = nn.Parameter(torch.zeros(outputs, 1, device=device)) if gains else None
         self.norm = None if norm is None else nn.RMSNorm(inputs, eps=norm, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, K) to (…, N)."""
         if self.norm is not None:
             x = self.norm(x)
-        return bit_linear(x, self.weight, self.bias, self.codes, stored_scale_dtype(self.stored), self.share)
+        dtype = stored_scale_dtype(self.stored)
+        return bit_linear(x, self.weight, self.bias, self.codes, dtype, self.share, self.gain)
 
     @torch.no_grad()
     def packed(self) -> PackedWeight:
@@ -210,17 +235,20 @@ class BitLinear(nn.Linear):
         """
         if self.norm is not None:
             raise ValueError("the format's kernels know no norm inside a linear layer: train one without")
-        return pack_ternary(self.weight, self.codes, self.stored)
+        return pack_ternary(self.weight, self.codes, self.stored, self.gain)
 
 
-def pack_ternary(weight: Tensor, codes: Codes, stored: torch.dtype) -> PackedWeight:
+def pack_ternary(weight: Tensor, codes: Codes, stored: torch.dtype, gain: Tensor | None = None) -> PackedWeight:
     """A weight (N, K) of any float dtype in two bits a weight, or in 1.25, for a model of dtype `stored`.
 
-    Raises ValueError for a weight that is not finite.
+    `gain` as `bit_linear` has it. Raises ValueError for a weight or a gain that is not finite.
     """
-    if not bool(torch.isfinite(weight).all()):
+    if not bool(torch.isfinite(weight).all()) or not (gain is None or bool(torch.isfinite(gain).all())):
         raise ValueError("the weight has values that are NaN or infinite")
-    rounded, scale = rounded_codes(weight, codes, stored_scale_dtype(stored))
+    dtype = stored_scale_dtype(stored)
+    rounded, scale = rounded_codes(weight, codes, dtype)
+    if gain is not None:
+        scale = gained(scale, gain, dtype).detach()
     rows = scale.reshape(-1, 1).expand(len(rounded), 1).contiguous()
     scheme = three_of_four.scheme() if codes == "ternary-1.25" else ternary.scheme()
     return PackedWeight(scheme, rounded.to(torch.int8), rows)

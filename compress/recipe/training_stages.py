@@ -263,6 +263,7 @@ class RoundedStage(DistillationStage):
     targets, ignore  regular expressions over the names of the linear layers, as quantize has them.
     optimizer        of the rounded matrices.
     rest             rate of everything else (embedding, norms), as a share of the training's; 0: it stays as it is.
+    norms            that of norms and biases, few and large numbers that a matrix's rate hardly moves; default: rest's.
     gradient_checkpointing  activations are computed twice instead of kept: slower, in less memory.
     """
 
@@ -271,6 +272,7 @@ class RoundedStage(DistillationStage):
     targets: tuple[StrictStr, ...] = Field(default=(".*",), min_length=1)
     ignore: tuple[StrictStr, ...] = ()
     rest: Annotated[float, Field(ge=0, le=10, strict=False)] = 1.0
+    norms: RateShare | None = None
     gradient_checkpointing: StrictBool = False
 
     @field_validator("targets", "ignore")
@@ -286,10 +288,26 @@ class Ternary(RoundedStage):
              bits for four weights and with a scale per output; binary: −1 and 1 (BitNet), which the file does not store
              smaller than ternary.
     ramp     share of the training over which rounding sets in; 0: all of it from the first step.
+    fit_windows  of the training text, by which codes are fitted before training, layer by layer, so that they make up
+             for one another's errors; 0: training starts from weights that are rounded to nearest.
+    scales   ternary-1.25: rate of the outputs' scales, as a share of the training's, which is the relative change in a
+             step; 0: they are what the weights give, and no more.
     """
 
     weights: Literal["ternary", "ternary-1.25", "binary"] = "ternary"
     ramp: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.0
+    fit_windows: Annotated[StrictInt, Field(ge=0, le=100_000)] = 0
+    scales: RateShare = 0.0
+
+    @model_validator(mode="after")
+    def _fit(self) -> "Ternary":
+        if self.fit_windows and self.weights == "binary":
+            raise ValueError("fit_windows: expected 0 with binary weights, whose codes are not fitted, found more")
+        if self.scales and self.weights != "ternary-1.25":
+            raise ValueError(
+                f"scales: expected 0 with {self.weights} weights, which have one scale a layer, found more"
+            )
+        return self
 
     def quantize(self) -> Quantize:
         """The quantise stage that rounds the same layers without training: what the plan is made from."""

@@ -119,6 +119,17 @@ def test_each_kind_takes_what_it_trains() -> None:
     assert need("answers").disk - need("ternary").disk > 400 * 24 * 64 * 8
 
 
+def test_windows_that_codes_are_fitted_to_are_held_together() -> None:
+    def memory(windows: int) -> int:
+        stage = {"ternary": {"training": TRAINING, "fit_windows": windows}}
+        return with_training(NOTHING, Recipe.model_validate({"name": "own", "stages": [stage]}), LARGE).memory
+
+    # Few of them take less than training does.
+    assert memory(10) == pytest.approx(memory(0), rel=1e-3)
+    grown = 10_000 * 24 * 2 * 4 * LARGE.block.inputs
+    assert memory(50_000) - memory(40_000) == pytest.approx(grown, rel=1e-2)
+
+
 def test_tokens_take_time_as_what_they_go_through() -> None:
     def seconds(kind: str, **training: Any) -> float:
         return with_training(NOTHING, recipe_of(kind, **training), LARGE).training

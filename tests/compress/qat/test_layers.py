@@ -159,6 +159,32 @@ def test_a_norm_inside_the_layer_is_trained_but_never_packed() -> None:
     assert BitLinear(16, 8).packed().shape == (8, 16)
 
 
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+def test_scales_are_trained_beside_the_weights(stored: torch.dtype) -> None:
+    layer, x = BitLinear(50, 6, codes="ternary-1.25", stored=stored, gains=True), random(9, 50, seed=1, spread=1.0)
+    assert layer.gain is not None
+    plain = layer.packed()
+    with torch.no_grad():
+        layer.gain.copy_(random(6, 1, seed=2, spread=0.3))
+    packed, wanted = layer.packed(), plain.scale.double() * (1 + layer.gain.detach().double())
+    assert torch.equal(packed.codes, plain.codes) and torch.equal(packed.scale, packed.scale.to(stored).float())
+    assert torch.allclose(packed.scale.double(), wanted, rtol=2**-8) and not torch.equal(packed.scale, plain.scale)
+    assert torch.allclose(layer(x).detach(), packed_linear(packed)(x), rtol=2e-6, atol=1e-7)
+    # y = s (1 + gain) x q: by the gain it changes as the layer without one answers.
+    above = random(9, 6, seed=3, spread=1.0)
+    layer(x).backward(above)
+    unscaled = round_inputs(x).double() @ plain.codes.double().T * plain.scale.double().flatten()
+    assert layer.gain.grad is not None and layer.weight.grad is not None
+    assert torch.allclose(layer.gain.grad.flatten().double(), (above * unscaled).sum(0), rtol=1e-4, atol=1e-6)
+    assert torch.allclose(layer.weight.grad, above.T @ round_inputs(x) * (packed.scale / plain.scale), atol=1e-4)
+    with torch.no_grad():
+        layer.gain[3] = float("nan")
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        layer.packed()
+    with pytest.raises(ValueError, match=r"only ternary-1\.25 has a scale for each output"):
+        BitLinear(50, 6, gains=True)
+
+
 def test_weights_that_are_not_finite_are_not_packed() -> None:
     with pytest.raises(ValueError, match="NaN or infinite"):
         pack_ternary(torch.full((4, 4), float("nan")), "ternary", torch.bfloat16)

@@ -3,12 +3,14 @@
 import json
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from compress.context import RunContext
@@ -36,6 +38,7 @@ from compress.training.float_model import load as load_plain
 from runtime import load
 from runtime.checkpoints.open import open_checkpoint
 from runtime.contract import Rows
+from runtime.formats.packed import PackedWeight
 
 Tiny = Callable[..., Path]
 
@@ -209,6 +212,38 @@ def test_training_brings_a_ruined_model_back(tiny: Tiny, tmp_path: Path) -> None
     assert math.exp(total / (rows.shape[0] * 32)) == pytest.approx(perplexity["trained"], rel=2e-3)
 
 
+@pytest.mark.parametrize("codes", ["ternary", "ternary-1.25"])
+def test_training_starts_at_fitted_codes_and_goes_on_to_the_same_bytes(tiny: Tiny, tmp_path: Path, codes: Any) -> None:
+    more = {"scales": 2.0, "norms": 3.0} if codes == "ternary-1.25" else {}
+    stage, folder = Ternary(weights=codes, fit_windows=16, **more), tiny("llama")
+    report = run(stage, given(folder, tmp_path / "straight-work", 1536), tmp_path / "straight")
+    perplexity = report["perplexity"]
+    assert perplexity["trained"] <= perplexity["fitted_without_training"] < perplexity["rounded_without_training"]
+    assert math.exp(report["before"]) == pytest.approx(perplexity["fitted_without_training"], rel=1e-6)
+    packed = open_checkpoint(tmp_path / "straight").weight("model.layers.1.mlp.down_proj")
+    assert isinstance(packed, PackedWeight)
+    if codes == "ternary-1.25":
+        assert bool(((packed.codes.unflatten(1, (-1, 4)) == 0).sum(-1) == 1).all())
+
+    def stops(stage: str, done: int, total: int) -> None:
+        if done == 9:
+            raise KeyboardInterrupt
+
+    stopped = given(folder, tmp_path / "work", 1536)
+    with pytest.raises(KeyboardInterrupt):
+        run(stage, replace(stopped, run=replace(stopped.run, progress=stops)), tmp_path / "resumed")
+    notes: list[str] = []
+    run(stage, replace(stopped, run=replace(stopped.run, note=notes.append)), tmp_path / "resumed")
+    assert any("goes on after step 8 of 12" in note for note in notes)
+    straight, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("straight", "resumed"))
+    assert straight.keys() == resumed.keys() and all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+def test_more_windows_to_fit_to_than_there_are_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"fit_windows: expected at most the 623 windows .*, found 624"):
+        run(Ternary(fit_windows=624), given(tiny("llama"), tmp_path / "work", 512), tmp_path / "model")
+
+
 @pytest.mark.parametrize("stage", [{"ternary": {}}, {"qat": {"scheme": "int8-dynamic"}}], ids=["ternary", "qat"])
 def test_recipes_run_the_stages(tiny: Tiny, tmp_path: Path, stage: dict[str, Any]) -> None:
     source = tmp_path / "code.txt"
@@ -241,7 +276,16 @@ def test_training_by_the_text_alone_needs_no_original(tiny: Tiny, tmp_path: Path
     assert "int2" in report["warning"]
 
 
-@pytest.mark.parametrize("changes", [{"optimizer": "muon"}, {"rest": 0.0}, {"gradient_checkpointing": True}])
+MANNERS = [
+    {"optimizer": "muon"},
+    {"rest": 0.0},
+    {"gradient_checkpointing": True},
+    {"norms": 10.0},
+    {"weights": "ternary-1.25", "scales": 3.0},
+]
+
+
+@pytest.mark.parametrize("changes", MANNERS)
 def test_the_manner_of_training_is_free(tiny: Tiny, tmp_path: Path, changes: dict[str, Any]) -> None:
     stage = Ternary.model_validate(changes)
     wanted = given(tiny("llama"), tmp_path / "work", 2560)
@@ -250,6 +294,27 @@ def test_the_manner_of_training_is_free(tiny: Tiny, tmp_path: Path, changes: dic
     kept = open_checkpoint(tmp_path / "model").tensor("model.norm.weight")
     same = torch.equal(kept, open_checkpoint(tiny("llama")).tensor("model.norm.weight"))
     assert same == (changes == {"rest": 0.0})
+
+
+def test_every_parameter_is_trained_once_at_its_own_rate(tiny: Tiny) -> None:
+    def rates(changes: dict[str, Any]) -> dict[str, float]:
+        stage = Ternary.model_validate({"loss": {"cross_entropy": 1}, "weights": "ternary-1.25", **changes})
+        model = converted(tiny("qwen2"), stage).model
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        groups = RoundedTask(model, None, text(33, 1)[None], stage).groups()
+        found = [(names.pop(id(p)), group.rate_factor) for group in groups for p in group.parameters]
+        assert not [name for name in names.values() if changes.get("rest") != 0]
+        return dict(found)
+
+    at = "model.layers.0.self_attn.q_proj."
+    plain = rates({})
+    assert set(plain.values()) == {1.0} and at + "gain" not in plain
+    own = rates({"scales": 3, "norms": 5, "rest": 2})
+    assert [own[at + part] for part in ("weight", "gain", "bias")] == [1, 3, 5]
+    assert own["model.norm.weight"] == 5 and own["model.embed_tokens.weight"] == 2
+    assert rates({"rest": 0, "norms": 5}).keys() == own.keys() - {
+        name for name in own if name.endswith("gain") or own[name] == 2
+    }
 
 
 def test_recomputed_activations_change_no_gradient(tiny: Tiny) -> None:
@@ -317,6 +382,8 @@ def test_converted_layers_keep_their_parameters(tiny: Tiny) -> None:
     [
         (Ternary, {"weights": "octal"}, "ternary"),
         (Ternary, {"ramp": 1.5}, "less than or equal to 1"),
+        (Ternary, {"scales": 1.0}, "scales: expected 0 with ternary weights"),
+        (Ternary, {"fit_windows": 64, "weights": "binary"}, "fit_windows: expected 0"),
         (Ternary, {"targets": ["("]}, "regular expressions"),
         (Ternary, {"loss": {"jsd": 0}}, "weight above 0"),
         (Ternary, {"speed": 1}, "speed"),
