@@ -56,6 +56,8 @@ class Drafters:
                 controller = draft_length[name]
             self._by_name[name] = _proposer(name, drafter, controller, most)
         self.readers = Readers(self._by_name.values())
+        # Whether anybody is told what rounds took.
+        self.learning = any(made.controller is not None or made.choice is not None for made in self._by_name.values())
         self._default = next(iter(self._by_name.values()))
         self._by_name.setdefault(NONE, self._nothing)
         self._by_name.setdefault(GRAMMAR, Proposer(GRAMMAR, NoDrafter(), None, 0))

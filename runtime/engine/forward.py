@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from runtime.contract import Cache, Decoder, Out
 from runtime.engine.deferred import DeferredRound
-from runtime.engine.round import ScheduledRequest, finite_tokens, forward_rows, row_samplings
+from runtime.engine.round import ScheduledRequest, forward_rows, row_samplings
 from runtime.model.on_device import DeviceRounds
-from runtime.sampling.distribution import Logits, host
+from runtime.sampling.distribution import finite_argmax
 from runtime.speculative.draft import Draft, Rule
 
 
@@ -22,13 +22,11 @@ class ForwardError(Exception):
 class Forwarded(NamedTuple):
     """What a forward gave.
 
-    logits  `out`'s, as numpy where they lie on the host.
-    tokens  the target's at each row of them: the device's sample or the argmax, NON_FINITE where they are no numbers.
+    tokens  the target's at each row of logits: the device's sample or the argmax, NON_FINITE where they are no numbers.
     drafts  the tokens of a deferred round's drafts.
     """
 
     out: Out
-    logits: Logits
     tokens: list[int]
     drafts: list[list[int]]
 
@@ -50,11 +48,10 @@ def run_forward(
     try:
         if deferred is not None:
             out = deferred.forward(tokens, rows, cache, logits_at)
-            return Forwarded(out, out.logits, *deferred.choose(row_samplings(batch, drafts, rule), out.logits))
+            return Forwarded(out, *deferred.choose(row_samplings(batch, drafts, rule), out.logits))
         out = decoder.forward(tokens, rows, cache, logits_at)
-        logits = host(out.logits)
         if on_device is None:
-            return Forwarded(out, logits, finite_tokens(logits), [])
-        return Forwarded(out, logits, *on_device.next_tokens(out.logits, row_samplings(batch, drafts, rule)))
+            return Forwarded(out, finite_argmax(out.logits), [])
+        return Forwarded(out, *on_device.next_tokens(out.logits, row_samplings(batch, drafts, rule)))
     except Exception as error:
         raise ForwardError(error) from error

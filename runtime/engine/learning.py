@@ -16,7 +16,7 @@ def learn(
     times: Sequence[float],
     seconds: Mapping[Proposer, float],
 ) -> None:
-    """Tells the controllers of a round in which every request went on with its text; arguments as for `round.account`.
+    """Tells the controllers of a round in which every request went on with its text; arguments as for `round.shares_of`.
 
     seconds  what each drafter took. Where several share the round the target's time counts by rows.
     """

@@ -144,9 +144,10 @@ class Metrics:
             self.draft_lengths[0] += 1
             return
         histograms = (self.drafted_at, self.accepted_at, self.draft_lengths)
-        for counts, at in zip(histograms, (depths, accepted, [len(depths)]), strict=True):
+        for counts, at in zip(histograms, (depths, accepted, (len(depths),)), strict=True):
+            if (lacking := max(at, default=-1) + 1 - len(counts)) > 0:
+                counts += [0] * lacking
             for place in at:
-                counts += [0] * (place + 1 - len(counts))
                 counts[place] += 1
         self.accepted_at += [0] * (len(self.drafted_at) - len(self.accepted_at))
 

@@ -1,5 +1,6 @@
 """The rows of a forward as the native decoder takes them."""
 
+import threading
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -22,13 +23,26 @@ def int64(values: Tensor) -> Tensor:
     return values.to("cpu", torch.int64).contiguous()
 
 
+class _Chain(threading.local):
+    """The struct of a thread's last forward of one request's rows: from one round to the next few numbers of it change.
+
+    of    whose memory it tells of, which is not to be kept alive; stores: its structs.
+    kept  the numbers that it points to.
+    """
+
+    def __init__(self) -> None:
+        self.struct = BatchStruct(requests=1)
+        self.of: Callable[[], Store | None] = lambda: None
+        self.stores: Any = None
+        self.kept: tuple[Tensor, ...] = ()
+
+
 class Batches:
     """Makes batches. What chains need is the same in every call, so it is kept, as long as a wide call needed it."""
 
     def __init__(self) -> None:
         self._constants = torch.empty((3, 0), dtype=torch.int64).unbind()
-        # Whose memory the last chain's was, which is not to be kept alive, and its struct.
-        self._known: tuple[Callable[[], Store | None], Any] = (lambda: None), None
+        self._chain_struct = _Chain()
 
     def constants(self, count: int) -> tuple[Tensor, ...]:
         """`count` and maybe more zeros, −1 (a row without a list of slots), and 0, 1, 2, …, int64."""
@@ -41,8 +55,8 @@ class Batches:
 
     def of(
         self, reserved: Sequence[Reserved], tokens: Tensor, rows: Rows, cache: KeyValueCache
-    ) -> tuple[BatchStruct, list[Any]]:
-        """The rows, whose slots are taken, and what must stay alive during the call."""
+    ) -> tuple[BatchStruct, Any]:
+        """The rows, whose slots are taken, and what must stay alive during the call; good until the thread's next one."""
         if len(reserved) == 1 and not cache.format.state:
             one, parents = reserved[0], reserved[0].parents
             return self._chain(one, tokens, cache) if parents is None else self._tree(one, parents, tokens, cache)
@@ -66,22 +80,26 @@ class Batches:
             batch.before = kept[-1].data_ptr()
         return batch, [kept, stores]
 
-    def _chain(self, of: Reserved, tokens: Tensor, cache: KeyValueCache) -> tuple[BatchStruct, list[Any]]:
+    def _chain(self, of: Reserved, tokens: Tensor, cache: KeyValueCache) -> tuple[BatchStruct, Any]:
         """One request's, which is what most forwards are, and small models feel each microsecond of: kept numbers."""
-        zeros, chain, order = self.constants(of.start + of.count)
-        tokens, stores = int64(tokens), self._stores_of(cache.stores(of.request))
-        nothing, position = zeros.data_ptr(), order.data_ptr() + order.itemsize * of.start
-        return BatchStruct(
-            *(of.count, tokens.data_ptr(), nothing, position, position, nothing, chain.data_ptr(), nothing, stores),
-            requests=1,
-        ), [tokens, zeros, chain, order, stores]
+        own, tokens = self._chain_struct, int64(tokens)
+        constants, struct = self.constants(of.start + of.count), own.struct
+        if constants is not own.kept:
+            zeros, chain, _ = own.kept = constants
+            struct.request = struct.tail_from = struct.tail = zeros.data_ptr()
+            struct.tail_at = chain.data_ptr()
+        self._take_stores(own, cache.stores(of.request))
+        struct.rows, struct.tokens = of.count, tokens.data_ptr()
+        struct.position = struct.slot = constants[2].data_ptr() + constants[2].itemsize * of.start
+        return struct, tokens
 
     def _tree(
         self, of: Reserved, parents: Sequence[int], tokens: Tensor, cache: KeyValueCache
-    ) -> tuple[BatchStruct, list[Any]]:
+    ) -> tuple[BatchStruct, Any]:
         """One request's tree, its numbers in one array: as many tensors cost as much as a row of a small model."""
         zeros, _, order = self.constants(of.start + of.count)
-        tokens, stores = int64(tokens), self._stores_of(cache.stores(of.request))
+        own, tokens = self._chain_struct, int64(tokens)
+        self._take_stores(own, cache.stores(of.request))
         branches = paths(parents)
         position = [of.start + len(branch) - 1 for branch in branches]
         tail_at = [0, *accumulate(map(len, branches))][:-1]
@@ -90,17 +108,16 @@ class Batches:
         first, row = made.data_ptr(), made.itemsize * of.count
         return BatchStruct(
             *(of.count, tokens.data_ptr(), zeros.data_ptr(), first, order.data_ptr() + order.itemsize * of.start),
-            *(first + row, first + 2 * row, first + 3 * row, stores),
+            *(first + row, first + 2 * row, first + 3 * row, own.stores),
             requests=1,
-        ), [tokens, zeros, order, made, stores]
+        ), [tokens, zeros, order, made, own.stores]
 
-    def _stores_of(self, stores: tuple[Store, ...]) -> Any:
-        """One request's memory as the kernels read it: the same as in the last call, as a rule."""
-        known, made = self._known
-        if known() is not stores[0]:
-            made = (StoreStruct * len(stores))(*[StoreStruct(*store.pointers) for store in stores])
-            self._known = ref(stores[0]), made
-        return made
+    @staticmethod
+    def _take_stores(own: _Chain, stores: tuple[Store, ...]) -> None:
+        """Has the thread's struct tell of one request's memory: the same as in the last call, as a rule."""
+        if own.of() is not stores[0]:
+            own.stores = (StoreStruct * len(stores))(*[StoreStruct(*store.pointers) for store in stores])
+            own.of, own.struct.stores = ref(stores[0]), own.stores
 
 
 def _store(cache: KeyValueCache, request: int, group: int) -> StoreStruct:

@@ -137,6 +137,12 @@ def usable(path: str) -> tuple[bool, str]:
     return not why, why or "compiled, and this processor has the instructions"
 
 
+@cache
+def fastest() -> int | None:
+    """The number of the fastest path that can run here; None where there is no library."""
+    return next((number for path, number in PATHS.items() if usable(path)[0]), None)
+
+
 def require() -> Any:
     """The library. Raises RuntimeError saying why there is none: callers have asked `usable` before."""
     loaded, why = library()
