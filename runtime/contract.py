@@ -265,6 +265,27 @@ class TakesStates(Decoder, Protocol):
         """
 
 
+class Greedy(NamedTuple):
+    """The most probable token of each row that was asked for, the first of equals; −1: its logits are no numbers.
+
+    hidden  (n, hidden) float32, good until the thread's next forward; taken: as Out has it.
+    """
+
+    tokens: list[int]
+    hidden: Tensor
+    taken: Tensor | None
+
+
+@runtime_checkable
+class GreedyRows(Protocol):
+    """What a decoder may offer besides: forwards whose logits nobody sees."""
+
+    def forward_greedy(
+        self, tokens: Sequence[int], rows: Rows, cache: Cache, logits_at: Sequence[int] | None = None
+    ) -> Greedy:
+        """`forward`, but that of the logits only the largest are told. Raises as `forward`."""
+
+
 @runtime_checkable
 class GreedyChains(Protocol):
     """What a decoder may offer besides: a whole greedy draft in one call."""

@@ -15,10 +15,11 @@ is a batch of one: the same loop serves it. What fails for one request ends that
 from collections import deque
 from collections.abc import Mapping, Sequence
 
+from runtime.cache.apart import SharesNothing
 from runtime.contract import Cache, Decoder, no_drafts
 from runtime.engine.deferred import DeferredRound
 from runtime.engine.drafting import Drafters
-from runtime.engine.forward import Forwarded, ForwardError, run_forward
+from runtime.engine.forward import Forwarded, ForwardError, Target, run_forward
 from runtime.engine.learning import learn
 from runtime.engine.logprobs import missing_prompt_rows, note_gained, note_prompt
 from runtime.engine.metrics import Clock, Counts, Metrics
@@ -36,7 +37,6 @@ from runtime.engine.round import (
 from runtime.engine.schedule import Budgets, no_budgets, plan_round
 from runtime.engine.taken import with_taps
 from runtime.errors import UserError
-from runtime.model.on_device import DeviceRounds
 from runtime.speculative.draft import Draft, Drafter, Outcome, Request, Rule
 from runtime.speculative.draft_length import Controller
 
@@ -68,12 +68,12 @@ class Engine:
         max_batch: int = 256,
         lenient: bool = False,
     ) -> None:
-        self._rule, self._cache, self._paged = rule, cache, cache.pages > 0
+        self._rule, self._cache, self._paged = rule, cache, not isinstance(cache, SharesNothing)
         # Whoever drafts: nothing is asked for where it could not be taken back.
         self._drafters = Drafters(drafter, 0 if no_drafts(decoder) else draft_length, lenient)
-        self._decoder, self._tapped = with_taps(decoder, self._drafters.readers.taps)
-        # Looked up once: to compare a decoder with a protocol takes as long as a twentieth of a small model's forward.
-        self._on_device = self._tapped if isinstance(self._tapped, DeviceRounds) else None
+        plain, tapped = with_taps(decoder, self._drafters.readers.taps)
+        self._target, self._tapped = Target.of(plain, cache), Target.of(tapped, cache)
+        self._on_device, self._vocab_size = self._tapped.on_device, decoder.vocab_size
         self._max_batch = max_batch
         self.clock = Clock() if clock is None else clock
         self._running: list[RequestState] = []
@@ -132,9 +132,7 @@ class Engine:
         batch = self._schedule()
         if not batch:
             return self._take_failed()
-        drafts, deferred, seconds = self._drafters.draft(
-            batch, self._on_device, self._decoder.vocab_size, self.clock.now
-        )
+        drafts, deferred, seconds = self._drafters.draft(batch, self._on_device, self._vocab_size, self.clock.now)
         drafted = self.clock.now()
         try:
             found, drafts = self._forward(batch, drafts, deferred)
@@ -164,9 +162,7 @@ class Engine:
                 changed.append(part.state.request)
         return changed + self._take_failed() if self._failed else changed
 
-    def _settle(
-        self, part: ScheduledRequest, draft: Draft, outcome: Outcome | None, times: Sequence[float]
-    ) -> bool:
+    def _settle(self, part: ScheduledRequest, draft: Draft, outcome: Outcome | None, times: Sequence[float]) -> bool:
         """What is left of a request's part of a round; whether it gained tokens or ended."""
         state, request = part.state, part.state.request
         if outcome is None or not part.decoding:
@@ -239,25 +235,27 @@ class Engine:
         return []
 
     def _plan(self, running: Sequence[RequestState], budgets: Budgets) -> list[ScheduledRequest]:
-        return plan_round(running, self._cache, self._decoder.vocab_size, budgets)
+        return plan_round(running, self._cache, self._vocab_size, budgets)
 
     def _fits(self, batch: Sequence[ScheduledRequest]) -> bool:
-        return not self._paged or not self._cache.missing_pages({part.state.handle: part.fed + part.budget for part in batch})
+        if not self._paged:
+            return True
+        return not self._cache.missing_pages({part.state.handle: part.fed + part.budget for part in batch})
 
     def _forward(
         self, batch: Sequence[ScheduledRequest], drafts: list[Draft], deferred: DeferredRound | None
     ) -> tuple[Forwarded, list[Draft]]:
         """What the target gave, and the drafts, all of them known now."""
-        target = (self._tapped if self._drafters.reads(batch) else self._decoder, self._on_device, self._cache)
-        found = run_forward(*target, batch, drafts, deferred, self._rule)
+        target = self._tapped if self._drafters.reads(batch) else self._target
+        found = run_forward(target, batch, drafts, deferred, self._rule)
         if deferred is not None:
-            drafts = self._drafters.settle(deferred, found.drafts, self._decoder.vocab_size)
+            drafts = self._drafters.settle(deferred, found.drafts, self._vocab_size)
         return found, drafts
 
     def _verify(
         self, batch: Sequence[ScheduledRequest], drafts: Sequence[Draft], found: Forwarded
     ) -> list[Outcome | None]:
-        """Verifies each draft, appends what was accepted and rolls the cache back to it; None: a part gains no token."""
+        """Verifies each draft, appends what was accepted and rolls the cache back to it; None: a part gains nothing."""
         outcomes: list[Outcome | None] = []
         base = 0
         for part, draft in zip(batch, drafts, strict=True):

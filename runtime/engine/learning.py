@@ -16,7 +16,7 @@ def learn(
     times: Sequence[float],
     seconds: Mapping[Proposer, float],
 ) -> None:
-    """Tells the controllers of a round in which every request went on with its text; arguments as for `round.shares_of`.
+    """Tells the controllers of a round in which every request went on with its text; arguments: see `round.shares_of`.
 
     seconds  what each drafter took. Where several share the round the target's time counts by rows.
     """
@@ -98,4 +98,4 @@ def _learn(
         if (outcome := outcomes[i]) is not None and batch[i].budget == budget > 0
     )
     unread = sum(batch[i].end - batch[i].state.read for i in ours if batch[i].budget > 0 and not batch[i].state.drafted)
-    controller.observe(Round(len(ours), budget, found, rows, drafting, rest, unread))
+    controller.observe(Round(len(ours), budget, found, rows, drafting, rest, unread, proposer.asked))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from runtime.cache.tree_rows import Trees
-from runtime.contract import Cache, Rows, integers
+from runtime.contract import Cache, Rows
 from runtime.engine.metrics import Metrics
 from runtime.model.on_device import ARGMAX, NON_FINITE, RowSampling
 from runtime.sampling.distribution import Distributions, Logits, not_finite
@@ -51,8 +51,14 @@ class Proposer:
 
     def __post_init__(self) -> None:
         self.drafts = not isinstance(self.drafter, NoDrafter)
-        parts = self.drafter.drafters if isinstance(self.drafter, ChainedDrafter) else (self.drafter,)
+        self._chained = self.drafter if isinstance(self.drafter, ChainedDrafter) else None
+        parts = (self.drafter,) if self._chained is None else self._chained.drafters
         self.weighing = [part for part in parts if isinstance(part, WeighsRows)]
+
+    @property
+    def asked(self) -> int:
+        """Of a chain of drafters how many were asked last."""
+        return 1 if self._chained is None else self._chained.asked
 
 
 @dataclass(eq=False)
@@ -69,6 +75,7 @@ class RequestState:
     forced    what its grammar forces after the text: this round's draft, instead of the drafter's.
     forcing   the most tokens of that: fewer after some were not accepted.
     admitted  whether it has begun.
+    greedy    whether the most probable tokens are all that it needs of the target's logits.
     """
 
     request: Request
@@ -87,6 +94,9 @@ class RequestState:
 
     def __post_init__(self) -> None:
         self.proposer = self.asked
+        request, wanted = self.request, self.request.wanted
+        self.greedy = request.sampling.greedy and request.sampling.plain and request.grammar is None
+        self.greedy = self.greedy and wanted.logprobs is None and wanted.prompt_logprobs is None
 
     def ask(self, proposer: Proposer) -> None:
         """Has this one draft from here on; how far each has read the text is kept."""
@@ -134,7 +144,9 @@ def aligned(batch: Sequence[ScheduledRequest], drafts: Sequence[Draft]) -> list[
     return [next(found) if part.budget > 0 else NO_DRAFT for part in batch]
 
 
-def forward_rows(batch: Sequence[ScheduledRequest], drafts: Sequence[Draft]) -> tuple[Tensor, Rows, Tensor | None]:
+def forward_rows(
+    batch: Sequence[ScheduledRequest], drafts: Sequence[Draft]
+) -> tuple[list[int], Rows, list[int] | None]:
     """Tokens and rows of a forward, and which rows' logits are wanted (None: all)."""
     tokens: list[int] = []
     at: list[int] = []
@@ -152,7 +164,7 @@ def forward_rows(batch: Sequence[ScheduledRequest], drafts: Sequence[Draft]) -> 
                 chains = chains and draft.is_chain
         spans.append((part.state.handle, part.first, len(tokens) - base))
     rows = Rows.chains(spans) if chains else Trees(spans, [_parents(*one) for one in zip(batch, drafts, strict=True)])
-    return integers(tokens), rows, None if len(at) == len(tokens) else integers(at)
+    return tokens, rows, None if len(at) == len(tokens) else at
 
 
 def _parents(part: ScheduledRequest, draft: Draft) -> list[int] | None:
@@ -189,7 +201,7 @@ def verify(
     """What the request's rule accepts of its draft.
 
     logits  (m, V) of the round; at: which of them are the draft's n + 1 nodes'. Greedy texts need no look at them.
-    tokens  the nodes' argmax; with `on_device` what a device sampled by `row_samplings`. NON_FINITE: logits are no numbers.
+    tokens  the nodes' argmax; with `on_device` what a device sampled by `row_samplings`. NON_FINITE: no numbers.
 
     Raises UserError where the logits of a node that the text comes to are no numbers.
     """

@@ -54,16 +54,19 @@ class Batches:
         return found
 
     def of(
-        self, reserved: Sequence[Reserved], tokens: Tensor, rows: Rows, cache: KeyValueCache
+        self, reserved: Sequence[Reserved], tokens: int, rows: Rows, cache: KeyValueCache
     ) -> tuple[BatchStruct, Any]:
-        """The rows, whose slots are taken, and what must stay alive during the call; good until the thread's next one."""
+        """The rows, whose slots are taken, and what must stay alive in the call; good until the thread's next one.
+
+        tokens  where they lie, int64.
+        """
         if len(reserved) == 1 and not cache.format.state:
             one, parents = reserved[0], reserved[0].parents
             return self._chain(one, tokens, cache) if parents is None else self._tree(one, parents, tokens, cache)
-        count = tokens.numel()
+        count = len(rows)
         zeros, chain, _ = self.constants(count)
         request, tail_from, tail_at, tail = zeros, zeros, chain, zeros
-        tokens, positions = int64(tokens), int64(rows.position)
+        positions = int64(rows.position)
         slot = positions
         stores = (StoreStruct * (len(reserved) * len(cache.formats)))(
             *[_store(cache, r.request, group) for group in range(len(cache.formats)) for r in reserved]
@@ -73,32 +76,30 @@ class Batches:
             request = integers([number for number, r in enumerate(reserved) for _ in range(r.count)])
         if any(r.parents is not None for r in reserved):
             slot, tail_from, tail_at, tail = _tails(reserved, positions)
-        kept = [tokens, request, positions, slot, tail_from, tail_at, tail]
-        batch = BatchStruct(count, *[part.data_ptr() for part in kept], stores, requests=len(reserved))
+        kept = [request, positions, slot, tail_from, tail_at, tail]
+        batch = BatchStruct(count, tokens, *[part.data_ptr() for part in kept], stores, requests=len(reserved))
         if cache.format.state and slot is not positions:
             kept.append(integers([r.before(row) for r in reserved for row in range(r.count)]))
             batch.before = kept[-1].data_ptr()
         return batch, [kept, stores]
 
-    def _chain(self, of: Reserved, tokens: Tensor, cache: KeyValueCache) -> tuple[BatchStruct, Any]:
+    def _chain(self, of: Reserved, tokens: int, cache: KeyValueCache) -> tuple[BatchStruct, Any]:
         """One request's, which is what most forwards are, and small models feel each microsecond of: kept numbers."""
-        own, tokens = self._chain_struct, int64(tokens)
+        own = self._chain_struct
         constants, struct = self.constants(of.start + of.count), own.struct
         if constants is not own.kept:
             zeros, chain, _ = own.kept = constants
             struct.request = struct.tail_from = struct.tail = zeros.data_ptr()
             struct.tail_at = chain.data_ptr()
         self._take_stores(own, cache.stores(of.request))
-        struct.rows, struct.tokens = of.count, tokens.data_ptr()
+        struct.rows, struct.tokens = of.count, tokens
         struct.position = struct.slot = constants[2].data_ptr() + constants[2].itemsize * of.start
-        return struct, tokens
+        return struct, None
 
-    def _tree(
-        self, of: Reserved, parents: Sequence[int], tokens: Tensor, cache: KeyValueCache
-    ) -> tuple[BatchStruct, Any]:
+    def _tree(self, of: Reserved, parents: Sequence[int], tokens: int, cache: KeyValueCache) -> tuple[BatchStruct, Any]:
         """One request's tree, its numbers in one array: as many tensors cost as much as a row of a small model."""
         zeros, _, order = self.constants(of.start + of.count)
-        own, tokens = self._chain_struct, int64(tokens)
+        own = self._chain_struct
         self._take_stores(own, cache.stores(of.request))
         branches = paths(parents)
         position = [of.start + len(branch) - 1 for branch in branches]
@@ -107,10 +108,10 @@ class Batches:
         made = integers([*position, *([of.start] * of.count), *tail_at, *slots])
         first, row = made.data_ptr(), made.itemsize * of.count
         return BatchStruct(
-            *(of.count, tokens.data_ptr(), zeros.data_ptr(), first, order.data_ptr() + order.itemsize * of.start),
+            *(of.count, tokens, zeros.data_ptr(), first, order.data_ptr() + order.itemsize * of.start),
             *(first + row, first + 2 * row, first + 3 * row, own.stores),
             requests=1,
-        ), [tokens, zeros, order, made, own.stores]
+        ), [zeros, order, made, own.stores]
 
     @staticmethod
     def _take_stores(own: _Chain, stores: tuple[Store, ...]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from runtime.speculative.measured import NOTHING_KNOWN, Drafted, Gains, Prior, Times
+from runtime.speculative.measured import NOTHING_KNOWN, Drafted, Gains, Prior, Times, round_rates
 from runtime.speculative.opening import Opening
 from runtime.speculative.spending import SLOW, Spending, rounds_until, worth
 
@@ -30,6 +30,9 @@ _REPEATS = 8
 # A choice holds for so many rounds at first, and twice as long each time that it is made again: choosing takes as long
 # as a quarter of a small model's forward. Not drafting is looked at again sooner: few looks decide it.
 _HOLD, _LONGEST_HOLD, _LONGEST_REST = 4, 256, 64
+# A choice stays where another one promises hardly more: around the best γ rates are flat, and its neighbours look best by
+# turns, so that it would be chosen anew every few rounds.
+_HARDLY = 0.01
 
 
 class DraftBudget(NamedTuple):
@@ -45,6 +48,7 @@ class Round(NamedTuple):
     drafts  one for each request that was drafted for.
     width   rows of the target's forward.
     unread  tokens that the drafter had to read first of requests that did not draft in the round before.
+    asked   of a chain of drafters how many had to be asked.
     """
 
     batch: int
@@ -54,6 +58,7 @@ class Round(NamedTuple):
     draft_seconds: float
     target_seconds: float
     unread: int = 0
+    asked: int = 1
 
 
 class _Look(NamedTuple):
@@ -163,6 +168,8 @@ class Controller:
             return DraftBudget(held, batch)
         rates = self.rates(batch, most)
         best = self._hopeful(rates)
+        if batch == held_batch and 0 < held <= most and rates[held] >= (1 - _HARDLY) * rates[best]:
+            best = held
         rows = batch * max(best, 1)
         self.worth = worth(self._times.target(batch + rows) - self._times.target(batch), rows, rates[best])
         if best > 0 and not (
@@ -172,7 +179,7 @@ class Controller:
             best = 0
         if not alone:
             return DraftBudget(best, batch)
-        other, longer = self._other(batch, best, most, unread), None
+        other, longer = self._other(batch, best, most, unread, rates), None
         if other is None:
             other = longer = self._longer(batch, best, rates)
         if other is None:
@@ -204,21 +211,8 @@ class Controller:
         return saved >= batch * unread * self._reading
 
     def rates(self, batch: int, most: int) -> list[float]:
-        """Tokens per second that a round of γ = 0, 1, … `most` for all requests can be expected to gain.
-
-        0 for one whose forward is more than twice as wide as any before: what it takes is found out step by step.
-        """
-        tokens, lengths = self._gains.expected(most)
-        widest = 2 * (self._times.widest or batch)
-        found = []
-        for budget in range(most + 1):
-            width = batch * (1 + lengths[budget])
-            if budget > 0 and width > widest:
-                found.append(0.0)
-                continue
-            seconds = self._times.target(width) + self._times.drafting(batch, budget)
-            found.append(batch * (1 + tokens[budget]) / max(seconds, 1e-9))
-        return found
+        """See measured.round_rates."""
+        return round_rates(self._times, self._gains, batch, most)
 
     def observe(self, found: Round) -> None:
         """Learns from a round."""
@@ -233,18 +227,19 @@ class Controller:
             self._rest = until - self._rounds
         expected = 0.0
         if self._look is not None:
-            expected = self._times.target(found.width) + self._times.drafting(len(found.drafts), found.budget)
+            expected = self._times.target(found.width)
+            expected += self._times.drafting(len(found.drafts), found.budget, found.asked)
         drafted = any(draft.drafted for draft in found.drafts)
         self._charge(found, changing)
         self._opening.observe(found.budget, found.drafts)
         if found.budget > 0:
             self._gains.add(found.budget, found.drafts)
             if found.unread and found.drafts:
-                usual = self._times.drafting(len(found.drafts), found.budget)
+                usual = self._times.drafting(len(found.drafts), found.budget, found.asked)
                 extra = max(0.0, found.draft_seconds - usual) / found.unread
                 self._reading = max(extra, _UNREAD * self._reading)
             if not found.unread:
-                self._times.add_drafting(len(found.drafts), found.budget, found.draft_seconds)
+                self._times.add_drafting(len(found.drafts), found.budget, found.draft_seconds, found.asked)
         if not changing:
             self._times.add_target(found.width, found.target_seconds)
         if self._look is not None:
@@ -270,15 +265,16 @@ class Controller:
 
     def _charge(self, found: Round, changing: bool) -> None:
         """Counts what drafts cost until one is accepted, and the round right after them, as trying out."""
-        plain = self._times.target(found.batch)
         if found.budget == 0:
             if changing and self._tried:
+                plain = self._times.target(found.batch)
                 self.spent.probing += min(found.target_seconds, SLOW * plain) - plain
             self._tried = False
             return
         trying = self._look is None and not self._opening.accepted
         self._tried = trying or (self._look is not None and not self._look.longer)
         if trying:
+            plain = self._times.target(found.batch)
             # No more rows take more than as many times as long, nor much more than is known that they take; and reading
             # what was missed is not of this draft.
             forward = min(found.target_seconds, plain * found.width / found.batch)
@@ -288,20 +284,19 @@ class Controller:
             gained = sum(draft.accepted for draft in found.drafts) / found.batch
             self.spent.probing += max(0.0, forward + drafting - (1 + gained) * plain)
 
-    def _other(self, batch: int, best: int, most: int, unread: int) -> DraftBudget | None:
+    def _other(self, batch: int, best: int, most: int, unread: int, rates: Sequence[float]) -> DraftBudget | None:
         """A round of what looked worse, if it is due and can be afforded: drafting where none is done, or none."""
         if self._last.get(best == 0, 0) == self._rounds:
             return None
-        rates = self.rates(batch, best)
         rate = rates[best]
         plain = self._times.target(batch)
         left = self.spent.left_for_none(rates[0] / rate) if best else self.spent.left_for_drafts(plain)
         if left <= 0 < best:
             return None
-        tokens, lengths = self._gains.expected(most)
         if best > 0:
             choice, gained, seconds = DraftBudget(0, batch), float(batch), plain
         else:
+            tokens, lengths = self._gains.tokens(most), self._gains.lengths(most)
             alone = [
                 (batch + tokens[n]) / (self._times.target(batch + lengths[n]) + self._times.drafting(1, n))
                 for n in range(most + 1)
@@ -319,7 +314,7 @@ class Controller:
         longer = min(_longer_than(best), len(rates) - 1)
         if longer == best or rates[longer] == 0 or self._rounds - self._longer_at < _HOLD:
             return None
-        gained = batch * (1 + self._gains.expected(longer)[0][longer])
+        gained = batch * (1 + self._gains.tokens(longer)[longer])
         if gained / rates[longer] - gained / rates[best] > self.spent.left_for_longer(self._times.target(batch)):
             return None
         self._longer_at = self._rounds
