@@ -5,6 +5,7 @@ Both fade, so that a text which changes its nature, or a machine its speed, chan
 prompt lookup, which often finds nothing, and a model, which always drafts, are told apart by what they did.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
@@ -16,7 +17,9 @@ from runtime.speculative.spending import SLOW, Spending, rounds_until, worth
 LONGEST = 16
 # How often longer drafts are looked at before a choice holds for long.
 _LOOKS = 3
-_UNREAD = 0.9  # what a round leaves of the most that reading took lately
+# What reading is said to take is the least of so many last times: in one alone the machine may have been elsewhere. Each
+# time that it is what keeps from drafting it counts so much less, or nobody would ever see what it really takes.
+_READ, _UNREAD = 3, 0.9
 # What drafting must promise over not drafting where requests share forwards. A round's rate does not show that texts of
 # a batch which gain unevenly end unevenly, so that later forwards are shared by fewer.
 MARGIN = 1.15
@@ -96,7 +99,9 @@ class Controller:
         # What the next round does: a probe that told nothing of its cost is repeated, and after a rest drafts wait.
         self._next: tuple[DraftBudget, _Look | None] | None = None
         self._last: dict[bool, int] = {}  # when drafting, and not drafting, was last done
-        self._reading = 0.0  # what a drafter took to read a token that was written without it, at most lately
+        # What a drafter took to read a token that was written without it.
+        self._reads: deque[float] = deque(maxlen=_READ)
+        self._reading = 0.0
         self._held: tuple[int, int, int, int] = (0, 0, 0, 0)  # batch, most, γ, and until which round
         self._hold = _HOLD
         self._unaffordable = 0  # rounds without drafts until a look at drafts can be afforded
@@ -208,7 +213,10 @@ class Controller:
         if self._last.get(True, 0) == self._rounds:
             return True
         saved = batch * missing * (1 / max(plain, 1e-9) - 1 / drafting)
-        return saved >= batch * unread * self._reading
+        if saved >= batch * unread * self._reading:
+            return True
+        self._reading *= _UNREAD if saved > 0 else 1.0
+        return False
 
     def rates(self, batch: int, most: int) -> list[float]:
         """See measured.round_rates."""
@@ -236,8 +244,8 @@ class Controller:
             self._gains.add(found.budget, found.drafts)
             if found.unread and found.drafts:
                 usual = self._times.drafting(len(found.drafts), found.budget, found.asked)
-                extra = max(0.0, found.draft_seconds - usual) / found.unread
-                self._reading = max(extra, _UNREAD * self._reading)
+                self._reads.append(max(0.0, found.draft_seconds - usual) / found.unread)
+                self._reading = min(self._reads)
             if not found.unread:
                 self._times.add_drafting(len(found.drafts), found.budget, found.draft_seconds, found.asked)
         if not changing:
