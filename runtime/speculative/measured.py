@@ -14,6 +14,9 @@ _UNITS = 3
 # How much a forward counts in how slow the machine is now, how much slower or faster one may look, and how often its
 # number of rows must have been seen to tell.
 _PACE, _OFF, _SEEN = 0.2, 1.3, 3
+# What a forward leaves of the logarithm of the pace. Times are kept at a pace, and the pace follows from such times:
+# nothing else keeps both from drifting, and rows that are seldom seen would come to look a thousand times as dear.
+_STAYS = 0.98
 # What a round leaves of how often a chain of drafters came to each of them.
 _FADE_ASKED = 0.98
 
@@ -115,6 +118,7 @@ class Times:
             # One alone may be one in which the machine was elsewhere.
             most = _OFF ** min(forwards, 3)
             slower = seconds / (self._pace * usual)
+            self._pace **= _STAYS**forwards
             self._pace *= min(max(slower, 1 / most), most) ** (1 - (1 - _PACE) ** forwards)
         self._target.add(width, seconds / self._pace)
 
