@@ -100,9 +100,10 @@ class Chains(Rows):
     _count: int = 0
 
     def __init__(self, spans: Sequence[tuple[int, int, int]]) -> None:
-        self.__dict__["spans"] = spans
+        own = self.__dict__  # the tensors that stand for them are frozen
+        own["spans"] = spans
         # A forward asks for it several times.
-        self.__dict__["_count"] = spans[0][2] if len(spans) == 1 else sum(count for _, _, count in spans)
+        own["_count"] = spans[0][2] if len(spans) == 1 else sum(count for _, _, count in spans)
 
     def __len__(self) -> int:
         return self._count

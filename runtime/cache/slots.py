@@ -140,10 +140,13 @@ def reserve(rows: Rows, cache: KeyValueCache, further: Sequence[int] | None = No
     further  slots that each request, in order, takes besides, behind its rows, which then must be chains.
     Raises ValueError as `plan` says, and OutOfPages.
     """
+    spans = rows.spans
     if isinstance(rows, Trees):
         out = _planned(rows.planned, cache)
+    elif spans is None:
+        out = _branches(rows, cache)
     else:
-        out = _branches(rows, cache) if rows.spans is None else _planned([(*span, None) for span in rows.spans], cache)
+        out = _planned([(handle, start, count, None) for handle, start, count in spans], cache)
     if len(out) == 1 and further is None and not cache.format.state:
         # Nobody shares the forward: what the cache refuses by itself leaves nothing half done.
         cache.reserve(out[0].request, out[0].count)

@@ -56,7 +56,7 @@ class Round(NamedTuple):
 
     batch: int
     budget: int
-    drafts: tuple[Drafted, ...]
+    drafts: Sequence[Drafted]
     width: int
     draft_seconds: float
     target_seconds: float

@@ -128,7 +128,9 @@ class Times:
             self._asked[known] *= _FADE_ASKED
         self._asked[asked] = self._asked.get(asked, 0.0) + 1
         by_requests = self._draft.setdefault(asked, {})
-        by_requests.setdefault(requests, Curve.of({0: 0.0})).add(budget, seconds / self._pace)
+        if requests not in by_requests:
+            by_requests[requests] = Curve.of({0: 0.0})
+        by_requests[requests].add(budget, seconds / self._pace)
 
     def _measure(self, unit: float) -> None:
         """What was known before becomes seconds."""
