@@ -25,11 +25,11 @@ def learn(
         assert first.controller is not None
         first.controller.rested(times[-1] - times[0])
         return
-    if any([part.state.asked.choice is not None for part in batch]):
+    if any(part.state.asked.choice is not None for part in batch):
         _weigh(batch, drafts, outcomes, times, seconds)
     proposers = {part.state.proposer for part in batch}
     started, drafted, _, ended = times
-    alone = len(proposers) == 1 and not any([part.state.forced for part in batch])
+    alone = len(proposers) == 1 and not any(part.state.forced for part in batch)
     width = len(drafts) + sum([len(draft.tokens) for draft in drafts])
     for proposer in proposers:
         if proposer.controller is None:
@@ -86,7 +86,7 @@ def _learn(
         return
     budget = max([batch[i].budget for i in ours])
     found = [
-        Drafted(len(drafts[i].tokens), outcome.length, drafts[i].is_chain)
+        Drafted(len(drafts[i].tokens), outcome.length, drafts[i].is_chain, outcome.path)
         for i in ours
         # A text about to end drafts less than the others: that says nothing of this γ.
         if (outcome := outcomes[i]) is not None and batch[i].budget == budget > 0

@@ -17,8 +17,8 @@ from runtime.speculative.spending import SLOW, Spending, rounds_until, worth
 LONGEST = 16
 # How often longer drafts are looked at before a choice holds for long.
 _LOOKS = 3
-# What reading is said to take is the least of so many last times: in one alone the machine may have been elsewhere. Each
-# time that it is what keeps from drafting it counts so much less, or nobody would ever see what it really takes.
+# What reading is said to take is the least of so many last times: in one alone the machine may have been elsewhere.
+# Each time that it is what keeps from drafting it counts so much less, or nobody would ever see what it really takes.
 _READ, _UNREAD = 3, 0.9
 # What drafting must promise over not drafting where requests share forwards. A round's rate does not show that texts of
 # a batch which gain unevenly end unevenly, so that later forwards are shared by fewer.
@@ -33,8 +33,8 @@ _REPEATS = 8
 # A choice holds for so many rounds at first, and twice as long each time that it is made again: choosing takes as long
 # as a quarter of a small model's forward. Not drafting is looked at again sooner: few looks decide it.
 _HOLD, _LONGEST_HOLD, _LONGEST_REST = 4, 256, 64
-# A choice stays where another one promises hardly more: around the best γ rates are flat, and its neighbours look best by
-# turns, so that it would be chosen anew every few rounds.
+# A choice stays where another one promises hardly more: around the best γ rates are flat, and its neighbours look best
+# by turns, so that it would be chosen anew every few rounds.
 _HARDLY = 0.01
 
 

@@ -4,7 +4,7 @@ All fade: what was seen lately counts more.
 """
 
 import math
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,8 +23,6 @@ _KNOWN = 6.0
 # How many tries the acceptance one depth above counts for. A first token that nothing is known of is hoped for.
 _PRIOR = 2.0
 _HOPED = 0.5
-# Trees that were seen so seldom lately say nothing.
-_FORGOTTEN = 0.1
 # Weights are brought back to 1 above this.
 _HEAVY = 1e9
 
@@ -213,42 +211,52 @@ class Chain:
 
 @dataclass
 class Tree:
-    """Trees by the most nodes that they may have: how many of their tokens were accepted.
+    """Trees by their nodes in draft order: how often a first, a second, … was accepted of those that might have had it.
 
-    Between what was seen tokens grow with the logarithm of the nodes: each doubling adds as much. More nodes never gain
-    less.
+    Trees grow where they are most probable, so that one of fewer nodes is how one of more begins, and each tells of all
+    smaller ones. Of nodes that were never there each doubling adds as many tokens.
     """
 
-    seen: dict[int, tuple[float, float]] = field(default_factory=dict)  # accepted, count; later ones weigh more
+    hits: list[float] = field(default_factory=list)
+    tries: list[float] = field(default_factory=list)
     weight: float = 1.0
 
     def begin(self, nodes: int, accepted: float) -> None:
         """Counts trees that were seen elsewhere: how many of their tokens were accepted on average."""
-        self.seen[nodes] = _KNOWN * accepted, _KNOWN
+        each = _KNOWN * accepted / math.log2(1 + nodes)
+        self.hits, self.tries = [each * _adds(node) for node in range(nodes)], [_KNOWN] * nodes
 
     def fade(self) -> None:
         """A round has passed in which something was drafted."""
         self.weight /= _FADE
         if self.weight > _HEAVY:
-            self.seen = {budget: (a / self.weight, c / self.weight) for budget, (a, c) in self.seen.items()}
+            self.hits, self.tries = ([count / self.weight for count in counts] for counts in (self.hits, self.tries))
             self.weight = 1.0
 
-    def add(self, budget: int, accepted: int) -> None:
-        """Takes in one tree."""
-        before = self.seen.get(budget, (0.0, 0.0))
-        self.seen[budget] = before[0] + self.weight * accepted, before[1] + self.weight
+    def add(self, budget: int, path: Sequence[int]) -> None:
+        """Takes in one tree of at most `budget` nodes, of which these were accepted."""
+        if (lacking := budget - len(self.tries)) > 0:
+            self.hits += [0.0] * lacking
+            self.tries += [0.0] * lacking
+        for node in range(budget):
+            self.tries[node] += self.weight
+        for node in path:
+            self.hits[node] += self.weight
 
     def tokens(self, most: int) -> list[float]:
         """Tokens that trees of at most 0, 1, … `most` nodes can be expected to have accepted."""
-        least = _FORGOTTEN * self.weight
-        known = sorted((budget, a / c, c) for budget, (a, c) in self.seen.items() if c > least)
-        if not known:
-            return [_HOPED * math.log2(1 + nodes) for nodes in range(most + 1)]
-        means = rising([mean for _, mean, _ in known], [count for _, _, count in known])
-        places = [math.log2(1 + budget) for budget, _, _ in known]
-        # Nothing gains nothing; beyond the largest all doublings have added as much as those up to it.
-        points = [(0.0, 0.0), *zip(places, means, strict=True), (2 * places[-1] + 9, means[-1] * (2 + 9 / places[-1]))]
-        return [_between(points, math.log2(1 + nodes)) for nodes in range(most + 1)]
+        prior, share, found = _PRIOR * self.weight, _HOPED, [0.0]
+        for node in range(most):
+            share *= _adds(node) / _adds(node - 1) if node else 1.0
+            if node < len(self.tries):
+                share = (self.hits[node] + prior * share) / (self.tries[node] + prior)
+            found.append(found[-1] + share)
+        return found
+
+
+def _adds(node: int) -> float:
+    """What a node adds to the logarithm of how many there are, to base 2."""
+    return math.log2((node + 2) / (node + 1))
 
 
 def rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
@@ -262,10 +270,3 @@ def rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
             weight, size = weight + heavy, size + more
         pools.append((value, weight, size))
     return [value for value, _, size in pools for _ in range(size)]
-
-
-def _between(points: Sequence[tuple[float, float]], x: float) -> float:
-    """The height at x of the lines through points, in order."""
-    place = min(max(bisect_left(points, (x,)), 1), len(points) - 1)
-    (left, low), (right, high) = points[place - 1], points[place]
-    return low + (high - low) * (x - left) / (right - left)

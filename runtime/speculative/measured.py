@@ -22,11 +22,12 @@ _FADE_ASKED = 0.98
 
 
 class Drafted(NamedTuple):
-    """One request's draft in a round: its tokens, those accepted, and whether it was a chain or a tree."""
+    """One request's draft in a round: its tokens, those accepted, whether it was a chain, and which ones they were."""
 
     drafted: int
     accepted: int
     chain: bool = True
+    path: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ class Gains:
             self._trees = self._trees or not draft.chain
             self._lengths.add(budget, draft.drafted)
             if self._trees:
-                self._tree.add(budget, draft.accepted)
+                self._tree.add(budget, range(draft.accepted) if draft.chain else draft.path)
             else:
                 self._chain.add(budget, draft.accepted)
 

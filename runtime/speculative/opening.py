@@ -47,8 +47,8 @@ class Opening:
         """Takes in any round, these and later ones."""
         self.rounds += 1
         self.longest = max(self.longest, budget)
-        self.drafts += any([draft.drafted for draft in drafts])
-        self.accepted = self.accepted or any([draft.accepted for draft in drafts])
+        self.drafts += any(draft.drafted for draft in drafts)
+        self.accepted = self.accepted or any(draft.accepted for draft in drafts)
 
     @property
     def longer(self) -> int:
