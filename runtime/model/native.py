@@ -146,14 +146,12 @@ class NativeDecoder(BaseDecoder):
         reserved, fed = reserve(rows, held), (c_int64 * count)(*tokens)
         batch, kept = self._batches.of(reserved, addressof(fed), rows, held)
         angles = self._angles(_behind(reserved) - 1)
-        if logits_at is None:
-            asked, at = count, self._batches.constants(count)[2].data_ptr()
-        else:
-            asked, at = len(logits_at), (c_int64 * len(logits_at))(*logits_at)
+        order, asked = self._batches.constants(count)[2], count if logits_at is None else len(logits_at)
+        at: Any = order.data_ptr() if logits_at is None else (c_int64 * asked)(*logits_at)
         best, (hidden, into_hidden), (taken, into) = (c_int64 * asked)(), self._hidden.rows(asked), self._taken(count)
         outputs = into_hidden, None, into, best
         require().specpress_forward(model.handle, byref(batch), byref(angles), at, asked, *outputs)
-        del kept
+        del kept, order
         return Greedy(best[:], hidden, taken)
 
     def _taken(self, count: int) -> tuple[Tensor | None, Any]:
