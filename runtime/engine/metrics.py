@@ -141,6 +141,9 @@ class Metrics:
 
     def count_draft(self, depths: list[int], accepted: list[int]) -> None:
         """Records one draft: the depth of each drafted and of each accepted token."""
+        if not depths and self.draft_lengths:
+            self.draft_lengths[0] += 1
+            return
         _count(self.draft_lengths, [len(depths)])
         _count(self.drafted_at, depths)
         _count(self.accepted_at, accepted)
