@@ -92,7 +92,7 @@ class Controller:
         self._times, self._gains = Times(prior, widths), Gains(prior)
         self._opening = Opening.of(prior is not None, bool(widths))
         self._rounds = 0
-        self._empty = 0  # looks one after the other that found nothing to draft
+        self._empty = self._paid = 0  # looks one after the other that found nothing to draft, and that paid
         self._look: _Look | None = None  # what the round chosen last is, unless it looks best
         self._tried = False  # whether the last round was a draft that is charged to what trying out may cost
         self._longer_at = 0  # the round of the last look at longer drafts
@@ -265,8 +265,10 @@ class Controller:
                 self.spent.longer += lost
             elif found.budget > 0:
                 self.spent.probing += lost
-                if drafted and lost == 0:
-                    # It paid, against what was thought of it: another one tells whether that was luck.
+                self._paid = self._paid + 1 if drafted and lost == 0 else 0
+                if 0 < self._paid < _LOOKS:
+                    # It paid, against what was thought of it: another one tells whether that was luck. Not for ever: it
+                    # is held against what was thought before, when the machine may have been slower.
                     self._next = DraftBudget(found.budget, len(found.drafts)), self._look
             else:
                 self.spent.checking += lost
