@@ -100,9 +100,10 @@ class Chains(Rows):
     _count: int = 0
 
     def __init__(self, spans: Sequence[tuple[int, int, int]]) -> None:
-        self.__dict__["spans"] = spans
+        own = self.__dict__  # the tensors that stand for them are frozen
+        own["spans"] = spans
         # A forward asks for it several times.
-        self.__dict__["_count"] = spans[0][2] if len(spans) == 1 else sum(count for _, _, count in spans)
+        own["_count"] = spans[0][2] if len(spans) == 1 else sum(count for _, _, count in spans)
 
     def __len__(self) -> int:
         return self._count
@@ -263,6 +264,27 @@ class TakesStates(Decoder, Protocol):
 
         Raises ValueError for a number that is not in 0..layers, or stands there twice.
         """
+
+
+class Greedy(NamedTuple):
+    """The most probable token of each row that was asked for, the first of equals; −1: its logits are no numbers.
+
+    hidden  (n, hidden) float32, good until the thread's next forward; taken: as Out has it.
+    """
+
+    tokens: list[int]
+    hidden: Tensor
+    taken: Tensor | None
+
+
+@runtime_checkable
+class GreedyRows(Protocol):
+    """What a decoder may offer besides: forwards whose logits nobody sees."""
+
+    def forward_greedy(
+        self, tokens: Sequence[int], rows: Rows, cache: Cache, logits_at: Sequence[int] | None = None
+    ) -> Greedy:
+        """`forward`, but that of the logits only the largest are told. Raises as `forward`."""
 
 
 @runtime_checkable

@@ -24,16 +24,12 @@ def checked_cache(
 ) -> KeyValueCache:
     """The cache, of the type that it must have. Where the rows stand in it is checked by slots.reserve.
 
-    Raises TypeError for another kind of cache; ValueError for another model's, for tokens that are no integers (T,) in
-    the vocabulary or not as many as the rows, and for `logits_at` that are no integers (n,) in 0..T − 1.
+    Raises TypeError for another kind of cache; ValueError for another model's, and as `require_tokens`.
     """
     if not isinstance(cache, KeyValueCache):
         raise TypeError(f"this decoder needs the cache of its new_cache(), not {type(cache).__name__}")
-    count, a = len(rows), architecture
-    # numel, not len: torch's len is Python.
-    if tokens.numel() != count:
-        raise ValueError(f"{tokens.numel()} tokens for {count} rows")
-    if (found := cache.shape) != (expected := a.cache_shape):
+    require_tokens(tokens, len(rows), logits_at, architecture.vocab)
+    if (found := cache.shape) != (expected := architecture.cache_shape):
         other, own = (
             ", ".join(f"{layers} layers of {heads} heads of {dim}" for layers, heads, dim in shape.groups)
             for shape in (found, expected)
@@ -42,10 +38,18 @@ def checked_cache(
             f"this cache is another model's: it has {other}, and this model {own}"
             + (f"; floats of states {found.state} and {expected.state}" if found.state != expected.state else "")
         )
-    _require_range("token ids", "tokens", tokens, a.vocab)
+    return cache
+
+
+def require_tokens(tokens: Tensor, count: int, logits_at: Tensor | None, vocab: int) -> None:
+    """Raises ValueError for tokens that are no integers (T,) in the vocabulary or not as many as the `count` rows, and
+    for `logits_at` that are no integers (n,) in 0..T − 1."""
+    # numel, not len: torch's len is Python.
+    if tokens.numel() != count:
+        raise ValueError(f"{tokens.numel()} tokens for {count} rows")
+    _require_range("token ids", "tokens", tokens, vocab)
     if logits_at is not None:
         _require_range("logits_at", "logits_at", logits_at, count)
-    return cache
 
 
 def _require_range(what: str, argument: str, values: Tensor, end: int) -> None:
@@ -57,7 +61,7 @@ def _require_range(what: str, argument: str, values: Tensor, end: int) -> None:
         raise ValueError(f"{what} must lie in 0..{end - 1}, found {min(found)}..{max(found)}")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, which takes a microsecond a round
 class Reserved:
     """Rows first..first+count of one request, which got the slots from `start`, its length before.
 
@@ -136,10 +140,13 @@ def reserve(rows: Rows, cache: KeyValueCache, further: Sequence[int] | None = No
     further  slots that each request, in order, takes besides, behind its rows, which then must be chains.
     Raises ValueError as `plan` says, and OutOfPages.
     """
+    spans = rows.spans
     if isinstance(rows, Trees):
         out = _planned(rows.planned, cache)
+    elif spans is None:
+        out = _branches(rows, cache)
     else:
-        out = _branches(rows, cache) if rows.spans is None else _planned([(*span, None) for span in rows.spans], cache)
+        out = _planned([(handle, start, count, None) for handle, start, count in spans], cache)
     if len(out) == 1 and further is None and not cache.format.state:
         # Nobody shares the forward: what the cache refuses by itself leaves nothing half done.
         cache.reserve(out[0].request, out[0].count)

@@ -56,6 +56,8 @@ class Drafters:
                 controller = draft_length[name]
             self._by_name[name] = _proposer(name, drafter, controller, most)
         self.readers = Readers(self._by_name.values())
+        # Whether anybody is told what rounds took.
+        self.learning = any(made.controller is not None or made.choice is not None for made in self._by_name.values())
         self._default = next(iter(self._by_name.values()))
         self._by_name.setdefault(NONE, self._nothing)
         self._by_name.setdefault(GRAMMAR, Proposer(GRAMMAR, NoDrafter(), None, 0))
@@ -290,8 +292,10 @@ def _budgets(proposer: Proposer, states: Sequence[RequestState], alone: bool) ->
     room = {state.number: state.room for state in states}
     if controller is None:
         return {number: min(proposer.most, most) for number, most in room.items()}
-    unread = min(0 if state.drafted else len(state.request.tokens) - state.read for state in states)
+    unread = min([0 if state.drafted else len(state.request.tokens) - state.read for state in states])
     gamma, count = controller.next_budget(len(states), max(room.values()), alone, unread)
+    if count >= len(states):
+        return {number: min(gamma, most) for number, most in room.items()}
     # Rather one whose drafter is up to date, and that has room for the whole draft.
     first = sorted(states, key=lambda state: (not state.drafted, -min(gamma, room[state.number])))[:count]
     drafting = {state.number for state in first}

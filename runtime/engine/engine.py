@@ -15,21 +15,28 @@ is a batch of one: the same loop serves it. What fails for one request ends that
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor
-
+from runtime.cache.apart import SharesNothing
 from runtime.contract import Cache, Decoder, no_drafts
 from runtime.engine.deferred import DeferredRound
 from runtime.engine.drafting import Drafters
-from runtime.engine.forward import Forwarded, ForwardError, run_forward
+from runtime.engine.forward import Forwarded, ForwardError, Target, run_forward
 from runtime.engine.learning import learn
 from runtime.engine.logprobs import missing_prompt_rows, note_gained, note_prompt
 from runtime.engine.metrics import Clock, Counts, Metrics
-from runtime.engine.round import NO_DRAFT, RequestState, ScheduledRequest, account, append_accepted, note_round, verify
+from runtime.engine.round import (
+    NO_DRAFT,
+    RequestState,
+    ScheduledRequest,
+    account,
+    append_accepted,
+    note_round,
+    roll_back,
+    shares_of,
+    verify,
+)
 from runtime.engine.schedule import Budgets, no_budgets, plan_round
 from runtime.engine.taken import with_taps
 from runtime.errors import UserError
-from runtime.model.on_device import DeviceRounds
-from runtime.sampling.distribution import Logits
 from runtime.speculative.draft import Draft, Drafter, Outcome, Request, Rule
 from runtime.speculative.draft_length import Controller
 
@@ -61,12 +68,12 @@ class Engine:
         max_batch: int = 256,
         lenient: bool = False,
     ) -> None:
-        self._rule, self._cache = rule, cache
+        self._rule, self._cache, self._paged = rule, cache, not isinstance(cache, SharesNothing)
         # Whoever drafts: nothing is asked for where it could not be taken back.
         self._drafters = Drafters(drafter, 0 if no_drafts(decoder) else draft_length, lenient)
-        self._decoder, self._tapped = with_taps(decoder, self._drafters.readers.taps)
-        # Looked up once: to compare a decoder with a protocol takes as long as a twentieth of a small model's forward.
-        self._on_device = self._tapped if isinstance(self._tapped, DeviceRounds) else None
+        plain, tapped = with_taps(decoder, self._drafters.readers.taps)
+        self._target, self._tapped = Target.of(plain, cache), Target.of(tapped, cache)
+        self._on_device, self._vocab_size = self._tapped.on_device, decoder.vocab_size
         self._max_batch = max_batch
         self.clock = Clock() if clock is None else clock
         self._running: list[RequestState] = []
@@ -120,18 +127,16 @@ class Engine:
         A request that fails has ended: its `error` says why. What the drafters raise is raised unless `lenient`.
         """
         started = self.clock.now()
-        self._admit()
+        if self._waiting:
+            self._admit()
         batch = self._schedule()
         if not batch:
             return self._take_failed()
-        drafts, deferred, seconds = self._drafters.draft(
-            batch, self._on_device, self._decoder.vocab_size, self.clock.now
-        )
+        drafts, deferred, seconds = self._drafters.draft(batch, self._on_device, self._vocab_size, self.clock.now)
         drafted = self.clock.now()
         try:
             found, drafts = self._forward(batch, drafts, deferred)
             outcomes = self._verify(batch, drafts, found)
-            self._roll_back(batch, drafts, outcomes)
         except BaseException as error:
             # Slots that the forward took and may not have written: nobody must come to read or to match them.
             for part in batch:
@@ -143,29 +148,36 @@ class Engine:
             raise
         if deferred is not None:
             drafted = started + deferred.seconds
-        times = [started, drafted, self.clock.now()]
+        verified = self.clock.now()
         if found.out.taken is not None:
             self._drafters.read(batch, drafts, outcomes, found.out.taken)
         self._drafters.observe(batch, outcomes)
-        times.append(self.clock.now())
-        account(batch, drafts, outcomes, times)
-        if all(part.decoding for part in batch):
+        times = (started, drafted, verified, self.clock.now())
+        if self._drafters.learning and all(part.decoding for part in batch):
             learn(batch, drafts, outcomes, times, seconds)
-        changed: list[Request] = []
+        changed, shares = [], shares_of(batch, drafts, times)
         for part, draft, outcome in zip(batch, drafts, outcomes, strict=True):
-            state, request = part.state, part.state.request
-            if outcome is None or not part.decoding:
-                self._settle_prompt(part, outcome)
-            if outcome is not None and request.wanted.rounds:
-                note_round(part, draft, outcome, times)
-            state.drafted = part.budget > 0 and not state.forced
-            if state.drafted:
-                state.read = part.end
-            if request.finished and request.error is None:
-                self._finish(state)
-            if outcome is not None or (request.finished and request.error is None):
-                changed.append(request)
+            account(part, draft, outcome, shares)
+            if self._settle(part, draft, outcome, times):
+                changed.append(part.state.request)
         return changed + self._take_failed() if self._failed else changed
+
+    def _settle(self, part: ScheduledRequest, draft: Draft, outcome: Outcome | None, times: Sequence[float]) -> bool:
+        """What is left of a request's part of a round; whether it gained tokens or ended."""
+        state, request = part.state, part.state.request
+        if outcome is None or not part.decoding:
+            self._settle_prompt(part, outcome)
+        if outcome is not None:
+            state.metrics.arrivals[0] += [times[2] - state.started] * (len(request.tokens) - part.end)
+            if request.wanted.rounds:
+                note_round(part, draft, outcome, times)
+        state.drafted = part.budget > 0 and not state.forced
+        if state.drafted:
+            state.read = part.end
+        ended = request.finished and request.error is None
+        if ended:
+            self._finish(state)
+        return ended or outcome is not None
 
     def _settle_prompt(self, part: ScheduledRequest, outcome: Outcome | None) -> None:
         """After a round that read a piece of a prompt: complete ones need not be read again by others like them."""
@@ -223,75 +235,64 @@ class Engine:
         return []
 
     def _plan(self, running: Sequence[RequestState], budgets: Budgets) -> list[ScheduledRequest]:
-        return plan_round(running, self._cache, self._decoder.vocab_size, budgets)
+        return plan_round(running, self._cache, self._vocab_size, budgets)
 
     def _fits(self, batch: Sequence[ScheduledRequest]) -> bool:
+        if not self._paged:
+            return True
         return not self._cache.missing_pages({part.state.handle: part.fed + part.budget for part in batch})
 
     def _forward(
         self, batch: Sequence[ScheduledRequest], drafts: list[Draft], deferred: DeferredRound | None
     ) -> tuple[Forwarded, list[Draft]]:
         """What the target gave, and the drafts, all of them known now."""
-        target = (self._tapped if self._drafters.reads(batch) else self._decoder, self._on_device, self._cache)
-        found = run_forward(*target, batch, drafts, deferred, self._rule)
+        target = self._tapped if self._drafters.reads(batch) else self._target
+        found = run_forward(target, batch, drafts, deferred, self._rule)
         if deferred is not None:
-            drafts = self._drafters.settle(deferred, found.drafts, self._decoder.vocab_size)
+            drafts = self._drafters.settle(deferred, found.drafts, self._vocab_size)
         return found, drafts
 
     def _verify(
         self, batch: Sequence[ScheduledRequest], drafts: Sequence[Draft], found: Forwarded
     ) -> list[Outcome | None]:
-        """Verifies each draft and appends what was accepted; None for a part that gains no token."""
+        """Verifies each draft, appends what was accepted and rolls the cache back to it; None: a part gains nothing."""
         outcomes: list[Outcome | None] = []
-        logits, tokens, hidden, base = found.logits, found.tokens, found.out.hidden, 0
+        base = 0
         for part, draft in zip(batch, drafts, strict=True):
-            request, scored = part.state.request, len(part.scored)
-            rows = slice(base + scored, base + scored + (len(draft.tokens) + 1 if part.samples else 0))
-            outcome = None
+            outcome, first = None, base + len(part.scored)
+            end = first + len(draft.tokens) + 1 if part.samples else first
             try:
-                if scored:
-                    note_prompt(request, part.scored, logits[base : rows.start])
+                if part.scored:
+                    note_prompt(part.state.request, part.scored, found.out.logits[base:first])
                 if part.samples:
-                    outcome = self._advance(part, draft, logits[rows], tokens[rows], hidden, rows.start)
+                    outcome = self._advance(part, draft, found, slice(first, end))
             except Exception as error:
                 self._fail(part.state, error)
+            if outcome is not None and draft.tokens:
+                roll_back(self._cache, part, draft, outcome)
             outcomes.append(outcome)
-            base = rows.stop
+            base = end
         return outcomes
 
-    def _advance(
-        self, part: ScheduledRequest, draft: Draft, logits: Logits, tokens: Sequence[int], hidden: Tensor, first: int
-    ) -> Outcome:
-        """Verifies one draft and appends what was accepted; logits and tokens are of the draft's n + 1 nodes."""
+    def _advance(self, part: ScheduledRequest, draft: Draft, found: Forwarded, at: slice) -> Outcome:
+        """Verifies one draft and appends what was accepted; its n + 1 nodes are the rows `at` of logits and tokens."""
         state, request = part.state, part.state.request
         rule, on_device = request.rule or self._rule, self._on_device is not None
+        logits, tokens = found.out.logits, found.tokens[at]
         try:
-            accepted = verify(request, draft, logits, tokens, rule, on_device)
+            accepted = verify(request, draft, logits, at, tokens, rule, on_device)
         except UserError:
             if not draft.tokens:
                 raise
             # The text before what failed is to be what it would be without a draft.
-            accepted = verify(request, NO_DRAFT, logits[:1], tokens[:1], rule, on_device)
-        outcome = append_accepted(request, draft, accepted, hidden, first)
-        gained = len(request.tokens) - part.end
+            first = slice(at.start, at.start + 1)
+            accepted = verify(request, NO_DRAFT, logits, first, tokens[:1], rule, on_device)
+        outcome = append_accepted(request, draft, accepted, found.out.hidden, at.start)
         if request.wanted.logprobs is not None:
-            note_gained(request, gained, outcome.path, logits)
+            note_gained(request, len(request.tokens) - part.end, outcome.path, logits[at])
         if request.finished:
             state.metrics.kv_bytes = len(request.tokens) * self._cache.bytes_per_token()
-        state.metrics.arrivals[0] += [self.clock.now() - state.started] * gained
         return outcome
-
-    def _roll_back(
-        self, batch: Sequence[ScheduledRequest], drafts: Sequence[Draft], outcomes: Sequence[Outcome | None]
-    ) -> None:
-        """Leaves in the cache the text before the drafts and the accepted paths."""
-        for part, draft, outcome in zip(batch, drafts, outcomes, strict=True):
-            if outcome is None or not draft.tokens:
-                continue
-            if outcome.path != list(range(outcome.length)):
-                self._cache.keep(part.state.handle, part.end, outcome.path)
-            elif outcome.length < len(draft.tokens):
-                self._cache.truncate(part.state.handle, part.end + outcome.length)
 
     def _find_fault(self, batch: Sequence[ScheduledRequest], error: Exception) -> None:
         """A forward has failed: of one request, that is its end; of several, each is run alone from here."""

@@ -16,7 +16,7 @@ def learn(
     times: Sequence[float],
     seconds: Mapping[Proposer, float],
 ) -> None:
-    """Tells the controllers of a round in which every request went on with its text; arguments as for `round.account`.
+    """Tells the controllers of a round in which every request went on with its text; arguments: see `round.shares_of`.
 
     seconds  what each drafter took. Where several share the round the target's time counts by rows.
     """
@@ -25,25 +25,19 @@ def learn(
         assert first.controller is not None
         first.controller.rested(times[-1] - times[0])
         return
-    controllers, choices = set(), False
-    for part in batch:
-        if part.state.proposer.controller is not None:
-            controllers.add(part.state.proposer)
-        choices = choices or part.state.asked.choice is not None
-    if choices:
+    if any(part.state.asked.choice is not None for part in batch):
         _weigh(batch, drafts, outcomes, times, seconds)
-    if not controllers:
-        return
+    proposers = {part.state.proposer for part in batch}
     started, drafted, _, ended = times
-    alone = len(controllers) == 1 and not any(
-        part.state.forced or part.state.proposer.controller is None for part in batch
-    )
-    width = sum(1 + len(draft.tokens) for draft in drafts)
-    for proposer in controllers:
+    alone = len(proposers) == 1 and not any(part.state.forced for part in batch)
+    width = len(drafts) + sum([len(draft.tokens) for draft in drafts])
+    for proposer in proposers:
+        if proposer.controller is None:
+            continue
         ours = range(len(batch)) if alone else _ours(batch, proposer)
         if not ours:
             continue
-        rows = width if alone else sum(1 + len(drafts[i].tokens) for i in ours)
+        rows = width if alone else len(ours) + sum([len(drafts[i].tokens) for i in ours])
         drafting = drafted - started if alone else seconds.get(proposer, 0.0)
         _learn(proposer, ours, batch, drafts, outcomes, (rows, drafting, (ended - drafted) * rows / width))
 
@@ -90,12 +84,13 @@ def _learn(
     if controller.resting(len(ours)):
         controller.rested(drafting + rest)
         return
-    budget = max(batch[i].budget for i in ours)
-    found = tuple(
-        Drafted(len(drafts[i].tokens), outcome.length, drafts[i].is_chain)
+    budget = max([batch[i].budget for i in ours])
+    found = [
+        Drafted(len(drafts[i].tokens), outcome.length, drafts[i].is_chain, outcome.path)
         for i in ours
         # A text about to end drafts less than the others: that says nothing of this γ.
         if (outcome := outcomes[i]) is not None and batch[i].budget == budget > 0
-    )
-    unread = sum(batch[i].end - batch[i].state.read for i in ours if batch[i].budget > 0 and not batch[i].state.drafted)
-    controller.observe(Round(len(ours), budget, found, rows, drafting, rest, unread))
+    ]
+    behind = [batch[i] for i in ours if batch[i].budget > 0 and not batch[i].state.drafted]
+    unread = sum([part.end - part.state.read for part in behind])
+    controller.observe(Round(len(ours), budget, found, rows, drafting, rest, unread, proposer.asked))

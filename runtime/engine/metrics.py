@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -143,11 +144,9 @@ class Metrics:
         if not depths and self.draft_lengths:
             self.draft_lengths[0] += 1
             return
-        histograms = (self.drafted_at, self.accepted_at, self.draft_lengths)
-        for counts, at in zip(histograms, (depths, accepted, [len(depths)]), strict=True):
-            for place in at:
-                counts += [0] * (place + 1 - len(counts))
-                counts[place] += 1
+        _count(self.draft_lengths, [len(depths)])
+        _count(self.drafted_at, depths)
+        _count(self.accepted_at, accepted)
         self.accepted_at += [0] * (len(self.drafted_at) - len(self.accepted_at))
 
     def report(self) -> dict[str, Any]:
@@ -186,6 +185,13 @@ class Counts(NamedTuple):
     waiting: int
     pages_used: int
     pages_free: int
+
+
+def _count(histogram: list[int], places: Sequence[int]) -> None:
+    if places and (lacking := max(places) + 1 - len(histogram)) > 0:
+        histogram += [0] * lacking
+    for place in places:
+        histogram[place] += 1
 
 
 def predicted_speedup(tokens_per_round: float, draft_length: float, draft_cost: float, width_cost: float) -> float:

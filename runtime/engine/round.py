@@ -1,6 +1,5 @@
 """The parts of one round: who takes part, the rows of the forward, what becomes of each draft, and what it took."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -8,10 +7,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from runtime.cache.tree_rows import Trees
-from runtime.contract import Rows, integers
+from runtime.contract import Cache, Rows
 from runtime.engine.metrics import Metrics
 from runtime.model.on_device import ARGMAX, NON_FINITE, RowSampling
-from runtime.sampling.distribution import Distributions, Logits, largest_logits, not_finite
+from runtime.sampling.distribution import Distributions, Logits, not_finite
 from runtime.sampling.stopping import kept
 from runtime.speculative.choice import Choice
 from runtime.speculative.draft import Draft, Drafter, NoDrafter, Outcome, Request, Rule, WeighsRows
@@ -52,8 +51,14 @@ class Proposer:
 
     def __post_init__(self) -> None:
         self.drafts = not isinstance(self.drafter, NoDrafter)
-        parts = self.drafter.drafters if isinstance(self.drafter, ChainedDrafter) else (self.drafter,)
+        self._chained = self.drafter if isinstance(self.drafter, ChainedDrafter) else None
+        parts = (self.drafter,) if self._chained is None else self._chained.drafters
         self.weighing = [part for part in parts if isinstance(part, WeighsRows)]
+
+    @property
+    def asked(self) -> int:
+        """Of a chain of drafters how many were asked last."""
+        return 1 if self._chained is None else self._chained.asked
 
 
 @dataclass(eq=False)
@@ -70,6 +75,7 @@ class RequestState:
     forced    what its grammar forces after the text: this round's draft, instead of the drafter's.
     forcing   the most tokens of that: fewer after some were not accepted.
     admitted  whether it has begun.
+    greedy    whether the most probable tokens are all that it needs of the target's logits.
     """
 
     request: Request
@@ -88,6 +94,9 @@ class RequestState:
 
     def __post_init__(self) -> None:
         self.proposer = self.asked
+        request, wanted = self.request, self.request.wanted
+        self.greedy = request.sampling.greedy and request.sampling.plain and request.grammar is None
+        self.greedy = self.greedy and wanted.logprobs is None and wanted.prompt_logprobs is None
 
     def ask(self, proposer: Proposer) -> None:
         """Has this one draft from here on; how far each has read the text is kept."""
@@ -135,7 +144,9 @@ def aligned(batch: Sequence[ScheduledRequest], drafts: Sequence[Draft]) -> list[
     return [next(found) if part.budget > 0 else NO_DRAFT for part in batch]
 
 
-def forward_rows(batch: Sequence[ScheduledRequest], drafts: Sequence[Draft]) -> tuple[Tensor, Rows, Tensor | None]:
+def forward_rows(
+    batch: Sequence[ScheduledRequest], drafts: Sequence[Draft]
+) -> tuple[list[int], Rows, list[int] | None]:
     """Tokens and rows of a forward, and which rows' logits are wanted (None: all)."""
     tokens: list[int] = []
     at: list[int] = []
@@ -153,7 +164,7 @@ def forward_rows(batch: Sequence[ScheduledRequest], drafts: Sequence[Draft]) -> 
                 chains = chains and draft.is_chain
         spans.append((part.state.handle, part.first, len(tokens) - base))
     rows = Rows.chains(spans) if chains else Trees(spans, [_parents(*one) for one in zip(batch, drafts, strict=True)])
-    return integers(tokens), rows, None if len(at) == len(tokens) else integers(at)
+    return tokens, rows, None if len(at) == len(tokens) else at
 
 
 def _parents(part: ScheduledRequest, draft: Draft) -> list[int] | None:
@@ -179,26 +190,18 @@ def row_samplings(batch: Sequence[ScheduledRequest], drafts: Sequence[Draft], ru
     return rows
 
 
-def finite_tokens(logits: Logits) -> list[int]:
-    """The most probable token of each of (n, V) rows; NON_FINITE where the row's logits are no numbers."""
-    tokens, values = largest_logits(logits)
-    if all(map(math.isfinite, values)):
-        return tokens
-    return [token if math.isfinite(value) else NON_FINITE for token, value in zip(tokens, values, strict=True)]
-
-
 def refused(drafts: Sequence[Draft]) -> list[Draft]:
     """Drafts of the same shapes of which no token is ever accepted: for forwards that were made with other ones."""
     return [Draft([_NO_TOKEN] * len(draft.tokens), draft.parents) for draft in drafts]
 
 
 def verify(
-    request: Request, draft: Draft, logits: Logits, tokens: Sequence[int], rule: Rule, on_device: bool
+    request: Request, draft: Draft, logits: Logits, at: slice, tokens: Sequence[int], rule: Rule, on_device: bool
 ) -> Acceptance:
     """What the request's rule accepts of its draft.
 
-    logits  (n + 1, V) of the draft's nodes.
-    tokens  their argmax; with `on_device` what a device sampled by `row_samplings`. NON_FINITE: logits are no numbers.
+    logits  (m, V) of the round; at: which of them are the draft's n + 1 nodes'. Greedy texts need no look at them.
+    tokens  the nodes' argmax; with `on_device` what a device sampled by `row_samplings`. NON_FINITE: no numbers.
 
     Raises UserError where the logits of a node that the text comes to are no numbers.
     """
@@ -210,7 +213,7 @@ def verify(
             raise not_finite("target")
         return accepted
     context = (sampling, request.tokens, draft.paths, request.prompt_length, request.stop_tokens, grammar)
-    rows = Distributions(logits, *context)
+    rows = Distributions(logits[at], *context)
     if NON_FINITE in tokens:
         rows.forbid([row for row, token in enumerate(tokens) if token == NON_FINITE])
     if sampling.greedy:
@@ -242,8 +245,16 @@ def append_accepted(request: Request, draft: Draft, accepted: Acceptance, hidden
     return Outcome(request, path, len(path), hidden if hidden.numel() else None, first)
 
 
+def roll_back(cache: Cache, part: ScheduledRequest, draft: Draft, outcome: Outcome) -> None:
+    """Leaves in the cache the text before the draft and the accepted path."""
+    if outcome.path != [*range(outcome.length)]:
+        cache.keep(part.state.handle, part.end, outcome.path)
+    elif outcome.length < len(draft.tokens):
+        cache.truncate(part.state.handle, part.end + outcome.length)
+
+
 def note_round(part: ScheduledRequest, draft: Draft, outcome: Outcome, times: Sequence[float]) -> None:
-    """Adds the round to what its request has found; arguments as for `account`."""
+    """Adds the round to what its request has found; arguments as for `shares_of`."""
     state, request = part.state, part.state.request
     name = ""
     if part.budget > 0:
@@ -255,13 +266,17 @@ def note_round(part: ScheduledRequest, draft: Draft, outcome: Outcome, times: Se
     request.found.rounds.append(RoundEvent(name, known.tokens, known.parents, outcome.path, new, *spent))
 
 
-def account(
-    batch: Sequence[ScheduledRequest],
-    drafts: Sequence[Draft],
-    outcomes: Sequence[Outcome | None],
-    times: Sequence[float],
-) -> None:
-    """Adds the round to its requests' metrics, with each one's share of the time: of drafting by heads, else by rows.
+class Shares(NamedTuple):
+    """Seconds of a round: of drafting those of one draft; of the target with verifying, and of all behind the drafts or
+    where there are none, those of one row."""
+
+    draft: float
+    target: float
+    rest: float
+
+
+def shares_of(batch: Sequence[ScheduledRequest], drafts: Sequence[Draft], times: Sequence[float]) -> Shares:
+    """How a round's time is shared by its requests: of drafting by heads, else by rows.
 
     times  when the round began, its drafts were there, they were verified, and all was done.
     """
@@ -270,29 +285,32 @@ def account(
     for part, draft in zip(batch, drafts, strict=True):
         heads += part.budget > 0
         width += part.fed + len(draft.tokens)
-    for part, draft, outcome in zip(batch, drafts, outcomes, strict=True):
-        metrics, rows = part.state.metrics, part.fed + len(draft.tokens)
-        target_share = rows / width
-        drafting = (drafted - started) / heads if part.budget > 0 else 0.0
-        spent = drafting + (ended - drafted) * target_share
-        if not heads:
-            spent += (drafted - started) * target_share
-        metrics.seconds += spent
-        if outcome is None or not part.decoding:
-            metrics.prompt_seconds += spent
-            continue
-        if not metrics.drafted:
-            metrics.first_seconds += drafting
-            metrics.first_drafted = len(draft.tokens)
-        metrics.count_draft(draft.depths, [draft.depths[i] for i in outcome.path])
-        if part.budget > 0 and part.state.forced:
-            metrics.forced += len(draft.tokens)
-            metrics.forced_accepted += outcome.length
-            whole = outcome.length == len(draft.tokens)
-            part.state.forcing = min(2 * part.state.forcing, LONGEST) if whole else max(1, outcome.length)
-        metrics.rounds += 1
-        metrics.gained += len(outcome.request.tokens) - part.end
-        metrics.target_forwards += 1
-        metrics.target_rows += rows
-        metrics.draft_seconds += drafting
-        metrics.target_seconds += (verified - drafted) * target_share
+    if heads:
+        return Shares((drafted - started) / heads, (verified - drafted) / width, (ended - drafted) / width)
+    return Shares(0.0, (verified - drafted) / width, (ended - started) / width)
+
+
+def account(part: ScheduledRequest, draft: Draft, outcome: Outcome | None, shares: Shares) -> None:
+    """Adds a request's part of a round to its metrics."""
+    metrics, rows = part.state.metrics, part.fed + len(draft.tokens)
+    drafting = shares.draft if part.budget > 0 else 0.0
+    spent = drafting + shares.rest * rows
+    metrics.seconds += spent
+    if outcome is None or not part.decoding:
+        metrics.prompt_seconds += spent
+        return
+    if not metrics.first_drafted:
+        metrics.first_seconds += drafting
+        metrics.first_drafted = len(draft.tokens)
+    metrics.count_draft(draft.depths, [draft.depths[i] for i in outcome.path])
+    if part.budget > 0 and part.state.forced:
+        metrics.forced += len(draft.tokens)
+        metrics.forced_accepted += outcome.length
+        whole = outcome.length == len(draft.tokens)
+        part.state.forcing = min(2 * part.state.forcing, LONGEST) if whole else max(1, outcome.length)
+    metrics.rounds += 1
+    metrics.gained += len(outcome.request.tokens) - part.end
+    metrics.target_forwards += 1
+    metrics.target_rows += rows
+    metrics.draft_seconds += drafting
+    metrics.target_seconds += shares.target * rows

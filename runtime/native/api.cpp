@@ -124,13 +124,14 @@ SPECPRESS_API int64_t specpress_path(int64_t number) {
     return (path_of(number) ? 1 : 0) | (has ? 2 : 0) | (may ? 4 : 0);
 }
 
-// Sizes of the structs that Python mirrors, and the number of kinds, so that a stale library is noticed and not run.
+// Sizes of the structs that Python mirrors, the number of kinds, and a number that is to change with what the functions
+// take, so that a stale library is noticed and not run.
 SPECPRESS_API void specpress_sizes(int64_t* sizes) {
     sizes[0] = sizeof(Weights), sizes[1] = sizeof(Layer), sizes[2] = sizeof(Model), sizes[3] = sizeof(Mixture);
     sizes[4] = sizeof(Latent), sizes[5] = sizeof(Batch), sizes[6] = sizeof(Store), sizes[7] = sizeof(Heads), sizes[8] = sizeof(Angles);
     sizes[9] = sizeof(Convolution), sizes[10] = sizeof(Delta), sizes[11] = sizeof(Mamba), sizes[12] = sizeof(MlpBeside);
     sizes[13] = sizeof(LayerInputs), sizes[14] = sizeof(LayerGate), sizes[15] = sizeof(Taken), sizes[16] = sizeof(ChainNoise);
-    sizes[17] = sizeof(BlockNetwork), sizes[18] = sizeof(BlockLayer), sizes[19] = sizeof(BlockText), sizes[20] = KINDS;
+    sizes[17] = sizeof(BlockNetwork), sizes[18] = sizeof(BlockLayer), sizes[19] = sizeof(BlockText), sizes[20] = KINDS, sizes[21] = 1;
 }
 
 SPECPRESS_API Pool* specpress_pool_new(int64_t threads) { return new Pool(static_cast<int>(threads)); }
@@ -155,8 +156,8 @@ SPECPRESS_API Decoder* specpress_decoder_new(const Model* model, int64_t path, P
 }
 SPECPRESS_API void specpress_decoder_free(Decoder* decoder) { delete decoder; }
 SPECPRESS_API void specpress_forward(Decoder* decoder, const Batch* batch, const Angles* angles, const int64_t* at, int64_t count,
-                                     float* hidden, float* logits, const Taken* taken) {
-    decoder->forward(*batch, *angles, at, count, hidden, logits, taken);
+                                     float* hidden, float* logits, const Taken* taken, int64_t* best) {
+    decoder->forward(*batch, *angles, at, count, hidden, logits, taken, best);
 }
 // 1, or 0 where logits are not finite.
 SPECPRESS_API int64_t specpress_draft(Decoder* decoder, const Batch* first, const Angles* angles, int64_t requests,

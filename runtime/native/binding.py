@@ -74,6 +74,7 @@ _SIZES = (
     BlockLayerStruct,
     BlockTextStruct,
 )
+_VERSION = 1  # of what the functions take (api.cpp)
 _I, _P = c_int64, c_void_p
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "path": (_I, [_I]),
@@ -86,7 +87,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "encode_tiles": (None, [_I, _P, _P]),
     "decoder_new": (_P, [_P, _I, _P]),
     "decoder_free": (None, [_P]),
-    "forward": (None, [_P, _P, _P, _P, _I, _P, _P, _P]),
+    "forward": (None, [_P, _P, _P, _P, _I, _P, _P, _P, _P]),
     "draft": (_I, [_P, _P, _P, _I, _P, _I, _P, _I, _P]),
     "block_new": (_P, [_P, _P, _I, _P]),
     "block_free": (None, [_P]),
@@ -120,10 +121,10 @@ def library() -> tuple[Any | None, str]:
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
         return None, f"the native kernels cannot be loaded ({error}); install specpress again"
-    sizes = (c_int64 * (len(_SIZES) + 1))()
+    sizes = (c_int64 * (len(_SIZES) + 2))()
     loaded.specpress_sizes(sizes)
     # A library that knows fewer kinds would jump into nothing where a new one is asked of it.
-    if list(sizes) != [*(ctypes.sizeof(struct) for struct in _SIZES), len(KINDS)]:
+    if list(sizes) != [*(ctypes.sizeof(struct) for struct in _SIZES), len(KINDS), _VERSION]:
         return None, "the native kernels are of another version than this code; install specpress again"
     return loaded, ""
 
@@ -135,6 +136,12 @@ def usable(path: str) -> tuple[bool, str]:
         return False, why
     why = next((why for bit, why in _LACKS.items() if not loaded.specpress_path(PATHS[path]) & bit), "")
     return not why, why or "compiled, and this processor has the instructions"
+
+
+@cache
+def fastest() -> int | None:
+    """The number of the fastest path that can run here; None where there is no library."""
+    return next((number for path, number in PATHS.items() if usable(path)[0]), None)
 
 
 def require() -> Any:

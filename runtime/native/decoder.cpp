@@ -209,10 +209,18 @@ void Decoder::add_mixed(const Layer& layer, int64_t rows) {
 }
 
 void Decoder::forward(const Batch& batch, const Angles& angles, const int64_t* at, int64_t count, float* hidden_out, float* logits,
-                      const Taken* taken) {
+                      const Taken* taken, int64_t* best) {
     std::lock_guard<std::mutex> lock(one_);
     run(batch, angles, taken);
+    if (!logits) grow(logits_, count * model_.vocabulary), logits = logits_.data();
     read_out(at, count, hidden_out, logits);
+    if (best) choose(logits, count, best);
+}
+
+// Of each row of logits the first of the largest; -1 where they are no numbers.
+void Decoder::choose(const float* logits, int64_t count, int64_t* best) {
+    const int64_t vocabulary = model_.vocabulary;
+    rows_of(count, vocabulary, [&](int, int64_t i) { best[i] = path_.largest(logits + i * vocabulary, vocabulary, vocabulary); });
 }
 
 // Copies the rows of x_ behind so many layers, where they are asked for.

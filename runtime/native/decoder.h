@@ -214,8 +214,9 @@ class Decoder {
     Decoder(const Model& model, const Path& path, Pool& pool);
 
     // Runs the rows, stores their keys and values, and gives norms and logits of rows at[0..count). taken: or null.
+    // best: or null, and then logits may be: of each of these rows the first of the largest logits, -1 where they are no numbers.
     void forward(const Batch& batch, const Angles& angles, const int64_t* at, int64_t count, float* hidden, float* logits,
-                 const Taken* taken);
+                 const Taken* taken, int64_t* best);
 
     // Continuation (draft.cpp). `first` holds, per request in order, a chain of rows; then each request goes on by
     // itself: the first of the largest logits 0..limit, or what `noise` (null, or one for each request) makes of them,
@@ -283,6 +284,7 @@ class Decoder {
     void run(const Batch& batch, const Angles& angles, const Taken* taken = nullptr);
     void take(const Taken* taken, int64_t behind, int64_t rows);
     void read_out(const int64_t* at, int64_t count, float* hidden, float* logits);
+    void choose(const float* logits, int64_t count, int64_t* best);
     void embed(const Batch& batch);
     void make_inputs(const Batch& batch);
     void add_input(const Layer& layer, int64_t number, int64_t rows);
@@ -324,7 +326,7 @@ class Decoder {
     std::vector<Fed> fed_;
     std::vector<Group> groups_, outs_;
     std::vector<Projection> downs_;
-    std::vector<float> x_, qkv_, mixed_, latent_, made_, left_, queries_, of_head_, values_, gate_up_, normed_, branch_, expert_, sum_, share_, shared_share_, inputs_;
+    std::vector<float> x_, qkv_, mixed_, latent_, made_, left_, queries_, of_head_, values_, gate_up_, logits_, normed_, branch_, expert_, sum_, share_, shared_share_, inputs_;
     std::vector<int64_t> chosen_, members_;
     std::vector<float> factors_;
     std::vector<std::vector<AttentionUnit>> units_;  // of each group of layers

@@ -13,6 +13,7 @@ beside those of the kernels.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from runtime.errors import UserError
 
@@ -77,7 +78,7 @@ class Sampling:
         if not holds:
             raise UserError(f"{key} must be {expected}, but is {getattr(self, key)}; choose a value in that range.")
 
-    @property
+    @cached_property
     def greedy(self) -> bool:
         """Whether the choice is the argmax, without any randomness."""
         return self.temperature == 0
@@ -87,7 +88,7 @@ class Sampling:
         """Whether the choice depends on the tokens before it other than through the logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
-    @property
+    @cached_property
     def plain(self) -> bool:
         """Whether the most probable token is always that of the raw logits."""
         return not (self.penalised or self.logit_bias or self.min_tokens)

@@ -105,7 +105,7 @@ class Draft:
     @cached_property
     def depths(self) -> list[int]:
         """For each of the n tokens how many others stand between it and the text."""
-        return depths(self.parents)
+        return [*range(len(self.parents))] if self.is_chain else depths(self.parents)
 
     @cached_property
     def paths(self) -> list[list[int]]:
@@ -123,7 +123,7 @@ class Draft:
             below.setdefault(parent, []).append(index)
         return below
 
-    @property
+    @cached_property
     def is_chain(self) -> bool:
         """Whether each token follows the one before it."""
         return self.parents == [*range(-1, len(self.parents) - 1)]

@@ -5,18 +5,21 @@ Both fade, so that a text which changes its nature, or a machine its speed, chan
 prompt lookup, which often finds nothing, and a model, which always drafts, are told apart by what they did.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from runtime.speculative.measured import NOTHING_KNOWN, Drafted, Gains, Prior, Times
+from runtime.speculative.measured import NOTHING_KNOWN, Drafted, Gains, Prior, Times, round_rates
 from runtime.speculative.opening import Opening
 from runtime.speculative.spending import SLOW, Spending, rounds_until, worth
 
 LONGEST = 16
 # How often longer drafts are looked at before a choice holds for long.
 _LOOKS = 3
-_UNREAD = 0.9  # what a round leaves of the most that reading took lately
+# What reading is said to take is the least of so many last times: in one alone the machine may have been elsewhere.
+# Each time that it is what keeps from drafting it counts so much less, or nobody would ever see what it really takes.
+_READ, _UNREAD = 3, 0.9
 # What drafting must promise over not drafting where requests share forwards. A round's rate does not show that texts of
 # a batch which gain unevenly end unevenly, so that later forwards are shared by fewer.
 MARGIN = 1.15
@@ -30,6 +33,9 @@ _REPEATS = 8
 # A choice holds for so many rounds at first, and twice as long each time that it is made again: choosing takes as long
 # as a quarter of a small model's forward. Not drafting is looked at again sooner: few looks decide it.
 _HOLD, _LONGEST_HOLD, _LONGEST_REST = 4, 256, 64
+# A choice stays where another one promises hardly more: around the best γ rates are flat, and its neighbours look best
+# by turns, so that it would be chosen anew every few rounds.
+_HARDLY = 0.01
 
 
 class DraftBudget(NamedTuple):
@@ -45,15 +51,17 @@ class Round(NamedTuple):
     drafts  one for each request that was drafted for.
     width   rows of the target's forward.
     unread  tokens that the drafter had to read first of requests that did not draft in the round before.
+    asked   of a chain of drafters how many had to be asked.
     """
 
     batch: int
     budget: int
-    drafts: tuple[Drafted, ...]
+    drafts: Sequence[Drafted]
     width: int
     draft_seconds: float
     target_seconds: float
     unread: int = 0
+    asked: int = 1
 
 
 class _Look(NamedTuple):
@@ -84,14 +92,16 @@ class Controller:
         self._times, self._gains = Times(prior, widths), Gains(prior)
         self._opening = Opening.of(prior is not None, bool(widths))
         self._rounds = 0
-        self._empty = 0  # looks one after the other that found nothing to draft
+        self._empty = self._paid = 0  # looks one after the other that found nothing to draft, and that paid
         self._look: _Look | None = None  # what the round chosen last is, unless it looks best
         self._tried = False  # whether the last round was a draft that is charged to what trying out may cost
         self._longer_at = 0  # the round of the last look at longer drafts
         # What the next round does: a probe that told nothing of its cost is repeated, and after a rest drafts wait.
         self._next: tuple[DraftBudget, _Look | None] | None = None
         self._last: dict[bool, int] = {}  # when drafting, and not drafting, was last done
-        self._reading = 0.0  # what a drafter took to read a token that was written without it, at most lately
+        # What a drafter took to read a token that was written without it.
+        self._reads: deque[float] = deque(maxlen=_READ)
+        self._reading = 0.0
         self._held: tuple[int, int, int, int] = (0, 0, 0, 0)  # batch, most, γ, and until which round
         self._hold = _HOLD
         self._unaffordable = 0  # rounds without drafts until a look at drafts can be afforded
@@ -163,6 +173,8 @@ class Controller:
             return DraftBudget(held, batch)
         rates = self.rates(batch, most)
         best = self._hopeful(rates)
+        if batch == held_batch and 0 < held <= most and rates[held] >= (1 - _HARDLY) * rates[best]:
+            best = held
         rows = batch * max(best, 1)
         self.worth = worth(self._times.target(batch + rows) - self._times.target(batch), rows, rates[best])
         if best > 0 and not (
@@ -172,7 +184,7 @@ class Controller:
             best = 0
         if not alone:
             return DraftBudget(best, batch)
-        other, longer = self._other(batch, best, most, unread), None
+        other, longer = self._other(batch, best, most, unread, rates), None
         if other is None:
             other = longer = self._longer(batch, best, rates)
         if other is None:
@@ -201,24 +213,14 @@ class Controller:
         if self._last.get(True, 0) == self._rounds:
             return True
         saved = batch * missing * (1 / max(plain, 1e-9) - 1 / drafting)
-        return saved >= batch * unread * self._reading
+        if saved >= batch * unread * self._reading:
+            return True
+        self._reading *= _UNREAD if saved > 0 else 1.0
+        return False
 
     def rates(self, batch: int, most: int) -> list[float]:
-        """Tokens per second that a round of γ = 0, 1, … `most` for all requests can be expected to gain.
-
-        0 for one whose forward is more than twice as wide as any before: what it takes is found out step by step.
-        """
-        tokens, lengths = self._gains.expected(most)
-        widest = 2 * (self._times.widest or batch)
-        found = []
-        for budget in range(most + 1):
-            width = batch * (1 + lengths[budget])
-            if budget > 0 and width > widest:
-                found.append(0.0)
-                continue
-            seconds = self._times.target(width) + self._times.drafting(batch, budget)
-            found.append(batch * (1 + tokens[budget]) / max(seconds, 1e-9))
-        return found
+        """See measured.round_rates."""
+        return round_rates(self._times, self._gains, batch, most)
 
     def observe(self, found: Round) -> None:
         """Learns from a round."""
@@ -233,18 +235,19 @@ class Controller:
             self._rest = until - self._rounds
         expected = 0.0
         if self._look is not None:
-            expected = self._times.target(found.width) + self._times.drafting(len(found.drafts), found.budget)
+            expected = self._times.target(found.width)
+            expected += self._times.drafting(len(found.drafts), found.budget, found.asked)
         drafted = any(draft.drafted for draft in found.drafts)
         self._charge(found, changing)
         self._opening.observe(found.budget, found.drafts)
         if found.budget > 0:
             self._gains.add(found.budget, found.drafts)
             if found.unread and found.drafts:
-                usual = self._times.drafting(len(found.drafts), found.budget)
-                extra = max(0.0, found.draft_seconds - usual) / found.unread
-                self._reading = max(extra, _UNREAD * self._reading)
+                usual = self._times.drafting(len(found.drafts), found.budget, found.asked)
+                self._reads.append(max(0.0, found.draft_seconds - usual) / found.unread)
+                self._reading = min(self._reads)
             if not found.unread:
-                self._times.add_drafting(len(found.drafts), found.budget, found.draft_seconds)
+                self._times.add_drafting(len(found.drafts), found.budget, found.draft_seconds, found.asked)
         if not changing:
             self._times.add_target(found.width, found.target_seconds)
         if self._look is not None:
@@ -262,23 +265,26 @@ class Controller:
                 self.spent.longer += lost
             elif found.budget > 0:
                 self.spent.probing += lost
-                if drafted and lost == 0:
-                    # It paid, against what was thought of it: another one tells whether that was luck.
+                self._paid = self._paid + 1 if drafted and lost == 0 else 0
+                if 0 < self._paid < _LOOKS:
+                    # It paid, against what was thought of it: another one tells whether that was luck. Not for ever: it
+                    # is held against what was thought before, when the machine may have been slower.
                     self._next = DraftBudget(found.budget, len(found.drafts)), self._look
             else:
                 self.spent.checking += lost
 
     def _charge(self, found: Round, changing: bool) -> None:
         """Counts what drafts cost until one is accepted, and the round right after them, as trying out."""
-        plain = self._times.target(found.batch)
         if found.budget == 0:
             if changing and self._tried:
+                plain = self._times.target(found.batch)
                 self.spent.probing += min(found.target_seconds, SLOW * plain) - plain
             self._tried = False
             return
         trying = self._look is None and not self._opening.accepted
         self._tried = trying or (self._look is not None and not self._look.longer)
         if trying:
+            plain = self._times.target(found.batch)
             # No more rows take more than as many times as long, nor much more than is known that they take; and reading
             # what was missed is not of this draft.
             forward = min(found.target_seconds, plain * found.width / found.batch)
@@ -288,20 +294,19 @@ class Controller:
             gained = sum(draft.accepted for draft in found.drafts) / found.batch
             self.spent.probing += max(0.0, forward + drafting - (1 + gained) * plain)
 
-    def _other(self, batch: int, best: int, most: int, unread: int) -> DraftBudget | None:
+    def _other(self, batch: int, best: int, most: int, unread: int, rates: Sequence[float]) -> DraftBudget | None:
         """A round of what looked worse, if it is due and can be afforded: drafting where none is done, or none."""
         if self._last.get(best == 0, 0) == self._rounds:
             return None
-        rates = self.rates(batch, best)
         rate = rates[best]
         plain = self._times.target(batch)
         left = self.spent.left_for_none(rates[0] / rate) if best else self.spent.left_for_drafts(plain)
         if left <= 0 < best:
             return None
-        tokens, lengths = self._gains.expected(most)
         if best > 0:
             choice, gained, seconds = DraftBudget(0, batch), float(batch), plain
         else:
+            tokens, lengths = self._gains.tokens(most), self._gains.lengths(most)
             alone = [
                 (batch + tokens[n]) / (self._times.target(batch + lengths[n]) + self._times.drafting(1, n))
                 for n in range(most + 1)
@@ -319,7 +324,7 @@ class Controller:
         longer = min(_longer_than(best), len(rates) - 1)
         if longer == best or rates[longer] == 0 or self._rounds - self._longer_at < _HOLD:
             return None
-        gained = batch * (1 + self._gains.expected(longer)[0][longer])
+        gained = batch * (1 + self._gains.tokens(longer)[longer])
         if gained / rates[longer] - gained / rates[best] > self.spent.left_for_longer(self._times.target(batch)):
             return None
         self._longer_at = self._rounds

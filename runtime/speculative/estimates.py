@@ -4,13 +4,12 @@ All fade: what was seen lately counts more.
 """
 
 import math
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
-from statistics import median
 
 # Of so many last times of each amount of work the mean of the faster half counts. On a machine that others use, too,
 # every third round may take three times as long: that hits long rounds as often as they are long, and so changes
@@ -24,8 +23,6 @@ _KNOWN = 6.0
 # How many tries the acceptance one depth above counts for. A first token that nothing is known of is hoped for.
 _PRIOR = 2.0
 _HOPED = 0.5
-# Trees that were seen so seldom lately say nothing.
-_FORGOTTEN = 0.1
 # Weights are brought back to 1 above this.
 _HEAVY = 1e9
 
@@ -71,28 +68,34 @@ class Curve:
 
     def at(self, x: float) -> float:
         """The time at x; 0 where nothing was measured."""
+        return self.along((x,))[0]
+
+    def along(self, xs: Sequence[float]) -> list[float]:
+        """The times at some x that rise."""
         known = self.known
         if not known:
-            return 0.0
+            return [0.0] * len(xs)
         values = self._values or self._find()
-        first, last = known[0], known[-1]
-        if x <= first:
-            return values[0]
-        if x <= last:
-            place = bisect_left(known, x)
-            low, high = known[place - 1], known[place]
-            share = (x - low) / (high - low)
-            return values[place - 1] * (1 - share) + values[place] * share
-        if first == last:
-            # All that is known of the cost of more work: it is not more than proportional.
-            return values[-1] * x / last if last > 0 else values[-1]
-        # The slope over all that is known, which wavers least.
-        return values[-1] + (values[-1] - values[0]) / (last - first) * (x - last)
+        first, last, place, found = known[0], known[-1], 1, []
+        # The slope over all that is known, which wavers least. Of one time alone: more work is not more than
+        # proportional.
+        slope = (values[-1] - values[0]) / (last - first) if last > first else values[-1] / last if last > 0 else 0.0
+        for x in xs:
+            if x <= first:
+                found.append(values[0])
+            elif x > last:
+                found.append(values[-1] + slope * (x - last))
+            else:
+                while known[place] < x:
+                    place += 1
+                low, high = values[place - 1], values[place]
+                found.append(low + (high - low) * (x - known[place - 1]) / (known[place] - known[place - 1]))
+        return found
 
     def middle(self, at: int) -> float:
-        """The median of what was measured there lately; 0 where nothing was."""
+        """The middle one of what was measured there lately; 0 where nothing was."""
         times = self.times.get(at)
-        return median(times) if times else 0.0
+        return sorted(times)[len(times) // 2] if times else 0.0
 
     def _find(self) -> list[float]:
         """The values of `known`; those measured more often count more."""
@@ -116,109 +119,144 @@ def _faster_half(times: Collection[float]) -> float:
 
 
 @dataclass
-class Chain:
-    """Chains by depth: how often one could have gone so far, had that many tokens, and had them accepted.
+class Shares:
+    """How often something went on to a first, a second, … place, of the times that it might have.
 
-    Later drafts weigh more, which is the same as fading the earlier ones, and touches fewer numbers.
+    Later times weigh more, which is the same as fading the earlier ones, and touches fewer numbers.
+
+    first  the share that is hoped for at the first place.
     """
 
-    reached: list[float] = field(default_factory=list)
-    accepted: list[float] = field(default_factory=list)
-    allowed: list[float] = field(default_factory=list)
-    drafted: list[float] = field(default_factory=list)
+    first: float
+    hits: list[float] = field(default_factory=list)
+    tries: list[float] = field(default_factory=list)
+
+    def add(self, hits: int, tries: int, weight: float) -> None:
+        """Takes in one that might have gone on to place `tries`, and went to place `hits`."""
+        if (lacking := tries - len(self.tries)) > 0:
+            self.hits += [0.0] * lacking
+            self.tries += [0.0] * lacking
+        for place in range(tries):
+            self.tries[place] += weight
+        for place in range(hits):
+            self.hits[place] += weight
+
+    def scale(self, factor: float) -> None:
+        """Makes all weights so many times as heavy."""
+        self.hits, self.tries = ([factor * count for count in counts] for counts in (self.hits, self.tries))
+
+    def upto(self, most: int, weight: float) -> list[float]:
+        """The shares of the first `most` places. What is one place before counts for a few tries of this weight."""
+        prior, share, found = _PRIOR * weight, self.first, []
+        for hits, tries in zip(self.hits[:most], self.tries, strict=False):
+            share = (hits + prior * share) / (tries + prior)
+            found.append(share)
+        return found + [share] * (most - len(found))
+
+
+@dataclass
+class Lengths:
+    """How many tokens drafts have, by how many they may have: some find fewer, or say that more are not worth it."""
+
+    there: Shares = field(default_factory=lambda: Shares(1.0))
     weight: float = 1.0
 
-    def begin(self, accepted: Sequence[float]) -> None:
-        """Counts drafts that were seen elsewhere: the share of them that was accepted to each depth, or further."""
-        self.reached = [_KNOWN * share for share in (1.0, *accepted[:-1])]
-        self.accepted = [_KNOWN * share for share in accepted]
-        self.allowed, self.drafted = ([_KNOWN] * len(accepted) for _ in range(2))
+    def begin(self, length: int) -> None:
+        """Counts drafts that were seen elsewhere, and had so many tokens."""
+        self.there.add(length, length, _KNOWN)
 
     def fade(self) -> None:
         """A round has passed in which something was drafted."""
         self.weight /= _FADE
         if self.weight > _HEAVY:
-            for counts in (self.reached, self.accepted, self.allowed, self.drafted):
-                counts[:] = [count / self.weight for count in counts]
+            self.there.scale(1 / self.weight)
             self.weight = 1.0
 
-    def add(self, budget: int, drafted: int, accepted: int) -> None:
+    def add(self, budget: int, drafted: int) -> None:
+        """Takes in one draft of at most `budget` tokens."""
+        self.there.add(drafted, budget, self.weight)
+
+    def shares(self, most: int) -> list[float]:
+        """Of drafts of at most `most` tokens, those that have a first, a second, …"""
+        return self.there.upto(most, self.weight)
+
+
+@dataclass
+class Chain:
+    """Chains by depth: how many of those that had all tokens before one accepted had that one accepted, too."""
+
+    right: Shares = field(default_factory=lambda: Shares(_HOPED))
+    weight: float = 1.0
+
+    def begin(self, accepted: Sequence[float]) -> None:
+        """Counts drafts that were seen elsewhere: the share of them that was accepted to each depth, or further."""
+        self.right.hits = [_KNOWN * share for share in accepted]
+        self.right.tries = [_KNOWN * share for share in (1.0, *accepted[:-1])]
+
+    def fade(self) -> None:
+        """A round has passed in which something was drafted."""
+        self.weight /= _FADE
+        if self.weight > _HEAVY:
+            self.right.scale(1 / self.weight)
+            self.weight = 1.0
+
+    def add(self, budget: int, accepted: int) -> None:
         """Takes in one draft of at most `budget` tokens. One that found fewer counts as refused from there on."""
-        longest = len(self.reached)
-        if budget > longest:
-            for counts in (self.reached, self.accepted, self.allowed, self.drafted):
-                counts += [0.0] * (budget - longest)
-        for counts, upto in (
-            (self.allowed, budget),
-            (self.drafted, drafted),
-            (self.reached, min(accepted + 1, budget)),
-            (self.accepted, accepted),
-        ):
-            for depth in range(upto):
-                counts[depth] += self.weight
+        self.right.add(accepted, min(accepted + 1, budget), self.weight)
 
     def tokens(self, most: int) -> list[float]:
         """Tokens that a draft of at most 0, 1, … `most` can be expected to have accepted."""
-        alive = accumulate(self._rates(self.accepted, self.reached, most, _HOPED), mul)
-        return [*accumulate(alive, initial=0.0)]
-
-    def lengths(self, most: int) -> list[float]:
-        """Tokens that drafts of at most 0, 1, … `most` can be expected to have."""
-        return [*accumulate(self._rates(self.drafted, self.allowed, most, 1.0), initial=0.0)]
-
-    def _rates(self, hits: Sequence[float], tries: Sequence[float], most: int, above: float) -> Iterator[float]:
-        """Hits a try at each depth; the rate one depth above counts for a few tries, `above` for those of the first."""
-        prior = _PRIOR * self.weight
-        for depth in range(most):
-            if depth < len(tries):
-                above = (hits[depth] + prior * above) / (tries[depth] + prior)
-            yield above
+        return [*accumulate(accumulate(self.right.upto(most, self.weight), mul), initial=0.0)]
 
 
 @dataclass
 class Tree:
-    """Trees by the most nodes that they may have: how many they had, and how many tokens of them were accepted.
+    """Trees by their nodes in draft order: how often a first, a second, … was accepted of those that might have had it.
 
-    Between what was seen tokens grow with the logarithm of the nodes: each doubling adds as much. More nodes never gain
-    less.
+    Trees grow where they are most probable, so that one of fewer nodes is how one of more begins, and each tells of all
+    smaller ones. Of nodes that were never there each doubling adds as many tokens.
     """
 
-    seen: dict[int, tuple[float, float, float]] = field(default_factory=dict)  # accepted, nodes, count; all fading
+    hits: list[float] = field(default_factory=list)
+    tries: list[float] = field(default_factory=list)
+    weight: float = 1.0
 
     def begin(self, nodes: int, accepted: float) -> None:
         """Counts trees that were seen elsewhere: how many of their tokens were accepted on average."""
-        self.seen[nodes] = _KNOWN * accepted, _KNOWN * nodes, _KNOWN
+        each = _KNOWN * accepted / math.log2(1 + nodes)
+        self.hits, self.tries = [each * _adds(node) for node in range(nodes)], [_KNOWN] * nodes
 
     def fade(self) -> None:
         """A round has passed in which something was drafted."""
-        self.seen = {budget: (a * _FADE, n * _FADE, c * _FADE) for budget, (a, n, c) in self.seen.items()}
+        self.weight /= _FADE
+        if self.weight > _HEAVY:
+            self.hits, self.tries = ([count / self.weight for count in counts] for counts in (self.hits, self.tries))
+            self.weight = 1.0
 
-    def add(self, budget: int, nodes: int, accepted: int) -> None:
-        """Takes in one tree."""
-        before = self.seen.get(budget, (0.0, 0.0, 0.0))
-        self.seen[budget] = before[0] + accepted, before[1] + nodes, before[2] + 1
+    def add(self, budget: int, path: Sequence[int]) -> None:
+        """Takes in one tree of at most `budget` nodes, of which these were accepted."""
+        if (lacking := budget - len(self.tries)) > 0:
+            self.hits += [0.0] * lacking
+            self.tries += [0.0] * lacking
+        for node in range(budget):
+            self.tries[node] += self.weight
+        for node in path:
+            self.hits[node] += self.weight
 
     def tokens(self, most: int) -> list[float]:
         """Tokens that trees of at most 0, 1, … `most` nodes can be expected to have accepted."""
-        known = sorted((budget, a / c, c) for budget, (a, _, c) in self.seen.items() if c > _FORGOTTEN)
-        if not known:
-            return [_HOPED * math.log2(1 + nodes) for nodes in range(most + 1)]
-        means = rising([mean for _, mean, _ in known], [count for _, _, count in known])
-        places = [math.log2(1 + budget) for budget, _, _ in known]
-        # Nothing gains nothing; beyond the largest all doublings have added as much as those up to it.
-        points = [(0.0, 0.0), *zip(places, means, strict=True), (2 * places[-1] + 9, means[-1] * (2 + 9 / places[-1]))]
-        return [_between(points, math.log2(1 + nodes)) for nodes in range(most + 1)]
-
-    def lengths(self, most: int) -> list[float]:
-        """Nodes that trees of at most 0, 1, … `most` can be expected to have."""
-        known = [(budget, n / c) for budget, (_, n, c) in self.seen.items() if c > _FORGOTTEN]
-        if not known:
-            return [float(nodes) for nodes in range(most + 1)]
-        found = []
-        for nodes in range(most + 1):
-            budget, mean = min(known, key=lambda one: abs(one[0] - nodes))
-            found.append(nodes * mean / budget)
+        prior, share, found = _PRIOR * self.weight, _HOPED, [0.0]
+        for node in range(most):
+            share *= _adds(node) / _adds(node - 1) if node else 1.0
+            if node < len(self.tries):
+                share = (self.hits[node] + prior * share) / (self.tries[node] + prior)
+            found.append(found[-1] + share)
         return found
+
+
+def _adds(node: int) -> float:
+    """What a node adds to the logarithm of how many there are, to base 2."""
+    return math.log2((node + 2) / (node + 1))
 
 
 def rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
@@ -232,10 +270,3 @@ def rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
             weight, size = weight + heavy, size + more
         pools.append((value, weight, size))
     return [value for value, _, size in pools for _ in range(size)]
-
-
-def _between(points: Sequence[tuple[float, float]], x: float) -> float:
-    """The height at x of the lines through points, in order."""
-    place = min(max(bisect_left(points, (x,)), 1), len(points) - 1)
-    (left, low), (right, high) = points[place - 1], points[place]
-    return low + (high - low) * (x - left) / (right - left)

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple
 
-from runtime.speculative.estimates import Chain, Curve, Tree
+from runtime.speculative.estimates import Chain, Curve, Lengths, Tree
 
 NOTHING_KNOWN: Mapping[int, float] = MappingProxyType({})
 # Times known before are in forwards of one row: so many rounds tell how long that is.
@@ -13,14 +14,20 @@ _UNITS = 3
 # How much a forward counts in how slow the machine is now, how much slower or faster one may look, and how often its
 # number of rows must have been seen to tell.
 _PACE, _OFF, _SEEN = 0.2, 1.3, 3
+# What a forward leaves of the logarithm of the pace. Times are kept at a pace, and the pace follows from such times:
+# nothing else keeps both from drifting, and rows that are seldom seen would come to look a thousand times as dear.
+_STAYS = 0.98
+# What a round leaves of how often a chain of drafters came to each of them.
+_FADE_ASKED = 0.98
 
 
 class Drafted(NamedTuple):
-    """One request's draft in a round: its tokens, those accepted, and whether it was a chain or a tree."""
+    """One request's draft in a round: its tokens, those accepted, whether it was a chain, and which ones they were."""
 
     drafted: int
     accepted: int
     chain: bool = True
+    path: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,9 @@ class Prior:
 class Times:
     """Seconds of the target's forward by its rows, and of drafting by the requests drafted for and their budget.
 
+    Where lookup finds nothing a model is asked, which takes a hundred times as long: drafting is known apart for rounds
+    in which one, two, … of a chain of drafters were asked, and takes what these take as often as they are seen.
+
     A machine changes its pace, and what was seen while it was slow must not look dearer than what was seen since. So
     times are kept in seconds of a machine of one pace; how slow it is now follows from forwards that were seen before.
 
@@ -56,7 +66,11 @@ class Times:
 
     def __init__(self, prior: Prior | None = None, widths: Mapping[int, float] = NOTHING_KNOWN) -> None:
         self._target = Curve.of(widths or (prior.widths if prior is not None else {}))
-        self._draft = {} if prior is None else {1: Curve.of({0: 0.0, prior.length: prior.drafting})}
+        # By the drafters asked, and then by the requests drafted for; how often so many were asked.
+        self._draft: dict[int, dict[int, Curve]] = {}
+        self._asked: dict[int, float] = {}
+        if prior is not None:
+            self._draft, self._asked = {1: {1: Curve.of({0: 0.0, prior.length: prior.drafting})}}, {1: 1.0}
         # With times known before: how long a forward of one row seems to take, by each of the first rounds; the middle
         # one counts.
         self._units: list[float] = []
@@ -73,17 +87,29 @@ class Times:
         """Of a forward; 0 where nothing is known."""
         return self._pace * self._target.at(width)
 
-    def drafting(self, requests: int, budget: int) -> float:
-        """Of drafts of at most so many tokens for so many requests; 0 where nothing is known."""
-        if budget == 0 or not self._draft:
-            return 0.0
-        # Unknown numbers take what the nearest known one takes: a draft model reads its weights once for all.
-        nearest = min(self._draft, key=lambda known: abs(known - requests))
-        return self._pace * self._draft[nearest].at(budget)
+    def targets(self, widths: Sequence[float]) -> list[float]:
+        """Of forwards of so many rows, which rise."""
+        return [self._pace * seconds for seconds in self._target.along(widths)]
+
+    def drafting(self, requests: int, budget: int, asked: int | None = None) -> float:
+        """Of drafts of at most so many tokens for so many requests, of so many drafters asked (None: as it is seen)."""
+        if asked in self._draft:
+            return self._pace * _nearest(self._draft[asked], requests).at(budget)
+        return self.draftings(requests, budget)[budget]
+
+    def draftings(self, requests: int, most: int) -> list[float]:
+        """The same for drafts of at most 0, 1, … `most` tokens; 0 where nothing is known."""
+        found, all_asked = [0.0] * (most + 1), sum(self._asked.values())
+        for asked, by_requests in self._draft.items():
+            share = self._pace * self._asked[asked] / all_asked
+            for budget, seconds in enumerate(_nearest(by_requests, requests).along(range(most + 1))):
+                found[budget] += share * seconds
+        return found
 
     def drafts(self, budget: int) -> int:
         """How often drafts of this budget were timed."""
-        return max((curve.counts.get(budget, 0) for curve in self._draft.values()), default=0)
+        curves = (curve for by_requests in self._draft.values() for curve in by_requests.values())
+        return max((curve.counts.get(budget, 0) for curve in curves), default=0)
 
     def add_target(self, width: int, seconds: float, forwards: int = 1) -> None:
         """Takes in a forward, or what each of so many took."""
@@ -93,43 +119,90 @@ class Times:
             # One alone may be one in which the machine was elsewhere.
             most = _OFF ** min(forwards, 3)
             slower = seconds / (self._pace * usual)
+            self._pace **= _STAYS**forwards
             self._pace *= min(max(slower, 1 / most), most) ** (1 - (1 - _PACE) ** forwards)
         self._target.add(width, seconds / self._pace)
 
-    def add_drafting(self, requests: int, budget: int, seconds: float) -> None:
+    def add_drafting(self, requests: int, budget: int, seconds: float, asked: int = 1) -> None:
         """Takes in drafts."""
-        self._draft.setdefault(requests, Curve.of({0: 0.0})).add(budget, seconds / self._pace)
+        for known in self._asked:
+            self._asked[known] *= _FADE_ASKED
+        self._asked[asked] = self._asked.get(asked, 0.0) + 1
+        by_requests = self._draft.setdefault(asked, {})
+        if requests not in by_requests:
+            by_requests[requests] = Curve.of({0: 0.0})
+        by_requests[requests].add(budget, seconds / self._pace)
 
     def _measure(self, unit: float) -> None:
         """What was known before becomes seconds."""
         self._units.append(unit)
         before, self._unit = self._unit, sorted(self._units)[(len(self._units) - 1) // 2]
-        for curve in (self._target, *self._draft.values()):
+        for curve in (self._target, *(one for by_requests in self._draft.values() for one in by_requests.values())):
             curve.scale(self._unit / before)
         self._begins = len(self._units) < _UNITS
 
 
+def _nearest(by_requests: Mapping[int, Curve], requests: int) -> Curve:
+    """Unknown numbers take what the nearest known one takes: a draft model reads its weights once for all."""
+    if requests in by_requests:
+        return by_requests[requests]
+    return by_requests[min(by_requests, key=lambda known: abs(known - requests))]
+
+
 class Gains:
-    """Accepted tokens of chains by depth, or of trees by their nodes, once there was any tree."""
+    """Accepted tokens of chains by depth, or of trees by their nodes, once there was any tree; and drafts' lengths."""
 
     def __init__(self, prior: Prior | None = None) -> None:
-        self._chain, self._tree, self._trees = Chain(), Tree(), False
+        self._chain, self._tree, self._lengths, self._trees = Chain(), Tree(), Lengths(), False
         if prior is not None:
             self._chain.begin(prior.accepted)
             self._tree.begin(prior.length, sum(prior.accepted))
+            self._lengths.begin(len(prior.accepted))
 
     def add(self, budget: int, drafts: Sequence[Drafted]) -> None:
         """Takes in a round's drafts of at most `budget` tokens."""
-        self._chain.fade()
-        self._tree.fade()
-        self._trees = self._trees or not all(draft.chain for draft in drafts)
+        for counts in (self._chain, self._tree, self._lengths):
+            counts.fade()
         for draft in drafts:
+            self._trees = self._trees or not draft.chain
+            self._lengths.add(budget, draft.drafted)
             if self._trees:
-                self._tree.add(budget, draft.drafted, draft.accepted)
+                self._tree.add(budget, range(draft.accepted) if draft.chain else draft.path)
             else:
-                self._chain.add(budget, draft.drafted, draft.accepted)
+                self._chain.add(budget, draft.accepted)
 
-    def expected(self, most: int) -> tuple[list[float], list[float]]:
-        """Accepted tokens and drafted ones, for γ = 0, 1, … `most`."""
-        of = self._tree if self._trees else self._chain
-        return of.tokens(most), of.lengths(most)
+    def tokens(self, most: int) -> list[float]:
+        """Accepted tokens that can be expected for γ = 0, 1, … `most`."""
+        return self._tree.tokens(most) if self._trees else self._chain.tokens(most)
+
+    def shares(self, most: int) -> list[float]:
+        """Of drafts of at most `most` tokens those that have a first, a second, … one."""
+        return self._lengths.shares(most)
+
+    def lengths(self, most: int) -> list[float]:
+        """Drafted tokens that can be expected for γ = 0, 1, … `most`."""
+        return [*accumulate(self.shares(most), initial=0.0)]
+
+
+def round_rates(times: Times, gains: Gains, batch: int, most: int) -> list[float]:
+    """Tokens per second that a round of γ = 0, 1, … `most` for all of `batch` requests can be expected to gain.
+
+    0 for one whose forward is more than twice as wide as any before: what it takes is found out step by step.
+    """
+    tokens, shares, drafting = gains.tokens(most), gains.shares(most), times.draftings(batch, most)
+    widths = [batch * (1 + length) for length in accumulate(shares, initial=0.0)]
+    if batch > 1:
+        targets = times.targets(widths)
+    else:
+        # Drafts differ in length, and a row more may take more time than the one before it: the mean of what they take
+        # is not what their mean takes.
+        by_rows = times.targets(range(1, most + 2))
+        steps = (share * (more - less) for share, less, more in zip(shares, by_rows, by_rows[1:], strict=False))
+        targets = [*accumulate(steps, initial=by_rows[0])]
+    widest = 2 * (times.widest or batch)
+    return [
+        0.0
+        if budget and widths[budget] > widest
+        else batch * (1 + gained) / max(targets[budget] + drafting[budget], 1e-9)
+        for budget, gained in enumerate(tokens)
+    ]

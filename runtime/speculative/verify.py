@@ -44,9 +44,9 @@ def require_sound(draft: Draft, budget: int, vocab_size: int) -> None:
     count = len(draft.tokens)
     if count > max(budget, 0) or len(draft.parents) != count:
         raise ValueError(f"a draft of {count} tokens and {len(draft.parents)} parents for a budget of {budget}")
-    if any(not -1 <= parent < index for index, parent in enumerate(draft.parents)):
+    if not draft.is_chain and any(not -1 <= parent < index for index, parent in enumerate(draft.parents)):
         raise ValueError(f"draft parents must come before their children, found {draft.parents}")
-    if any(not 0 <= token < vocab_size for token in draft.tokens):
+    if count and not 0 <= min(draft.tokens) <= max(draft.tokens) < vocab_size:
         raise ValueError(f"draft tokens must be in the vocabulary 0..{vocab_size - 1}, found {draft.tokens}")
     if draft.probs is not None and tuple(draft.probs.shape) != (count, vocab_size):
         raise ValueError(f"draft probabilities must be {(count, vocab_size)}, found {tuple(draft.probs.shape)}")
@@ -54,8 +54,11 @@ def require_sound(draft: Draft, budget: int, vocab_size: int) -> None:
 
 def greedy(tokens: Sequence[int], draft: Draft) -> Acceptance:
     """Accepts the path on which every token is the target's own; tokens (n + 1) are its argmax at each row."""
-    if not draft.tokens:
-        return Acceptance([], tokens[0])
+    if draft.is_chain:
+        count = 0
+        while count < len(draft.tokens) and draft.tokens[count] == tokens[count]:
+            count += 1
+        return Acceptance([*range(count)], tokens[count])
     return _walk(draft, lambda row, depth: tokens[row])
 
 

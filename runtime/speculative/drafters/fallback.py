@@ -13,6 +13,8 @@ class ChainedDrafter:
 
     A drafter is asked only for the requests that those before it left empty, so a model costs nothing where lookup
     finds something. Which drafter it was may not depend on chance, which holds for all of ours.
+
+    asked  how many of them the last drafts were asked of.
     """
 
     _most_readers = 1
@@ -22,7 +24,7 @@ class ChainedDrafter:
         if not drafters:
             raise ValueError("a chain needs at least one drafter")
         self.drafters = tuple(drafters)
-        self.name = "+".join(drafter.name for drafter in drafters)
+        self.name, self.asked = "+".join(drafter.name for drafter in drafters), 1
         self._readers = [drafter for drafter in drafters if isinstance(drafter, StateReader) and drafter.taps]
         if len(self._readers) > self._most_readers:
             raise UserError(f"{self.name}: at most one drafter of a chain can read the target's hidden states")
@@ -40,10 +42,11 @@ class ChainedDrafter:
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         """One draft per request, an empty one where no drafter proposes anything."""
         drafts = [Draft() for _ in requests]
-        for drafter in self.drafters:
+        for number, drafter in enumerate(self.drafters, 1):
             left = [i for i, draft in enumerate(drafts) if not draft.tokens and budgets[i] > 0]
             if not left:
                 break
+            self.asked = number
             found = drafter.propose([requests[i] for i in left], [budgets[i] for i in left])
             for i, draft in zip(left, found, strict=True):
                 drafts[i] = draft

@@ -234,7 +234,7 @@ class ModelDrafter(DraftModel[_Text]):
         last = None if len(tokens) == len(pieces) else integers([end - 1 for end in ends])
         out = self._decoder.forward(tokens, rows, self._cache, last)
         logits = host(out.logits)
-        best = argmax_tokens(logits, "draft")
+        best = argmax_tokens(out.logits, "draft")
         for text, piece in zip(texts, pieces, strict=True):
             text.fed += piece
         if logits.shape[1] <= self._vocab_size:

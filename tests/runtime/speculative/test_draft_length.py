@@ -272,3 +272,20 @@ def test_a_look_while_the_machine_is_elsewhere_does_not_end_all_looking() -> Non
         if gamma:
             break
     assert controller.spent.probing < before + 10
+
+
+def test_one_slow_reading_does_not_keep_from_drafting() -> None:
+    """What a drafter took to catch up in one round, in which the machine was elsewhere, is not what it always takes."""
+
+    def learned(*slow: float) -> list[int]:
+        controller = Controller()
+        for seconds in slow:
+            controller.observe(Round(1, 4, (Drafted(4, 3),), 5, 0.1 + seconds, 1.2, 1))
+            controller.observe(Round(1, 4, (Drafted(4, 3),), 5, 0.1, 1.2))
+            controller.observe(Round(1, 0, (), 1, 0.0, 1.0))
+        for _ in range(4):
+            controller.observe(Round(1, 0, (), 1, 0.0, 1.0))
+        return [controller.next_budget(1, 60, unread=60).budget for _ in range(3)]
+
+    assert learned(0.0, 5.0, 0.0)[-1] > 0
+    assert learned(5.0, 5.0, 5.0)[-1] == 0
