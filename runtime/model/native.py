@@ -135,7 +135,8 @@ class NativeDecoder(BaseDecoder):
         self, tokens: Sequence[int], rows: Rows, cache: Cache, logits_at: Sequence[int] | None = None
     ) -> Greedy:
         """See contract.GreedyRows: no tensor is made but of states that are taken, which small models feel."""
-        held, model = self._last[0](), self._last[1]
+        last, model = self._last  # read once: another thread's forward may put another one there
+        held = last()
         count, places = len(rows), range(1) if logits_at is None else logits_at
         usual = len(tokens) == count > 0 and min(tokens) >= 0 and max(tokens) < self.vocab_size
         usual = usual and len(places) > 0 and min(places) >= 0 and max(places) < count
