@@ -83,7 +83,14 @@ Result run(const NamedPath& path, const TestModel& m, int threads, const std::ve
                              zeros.data(), chain.data(),  nullptr,        stores.data()};
         Floats hidden(static_cast<size_t>(rows * HIDDEN)), logits(static_cast<size_t>(rows * VOCABULARY));
         const float *cosines = m.cos.data(), *sines = m.sin.data();
-        decoder.forward(batch, {&cosines, &sines, nullptr}, at.data(), rows, hidden.data(), logits.data(), nullptr);
+        std::vector<int64_t> best(static_cast<size_t>(rows), -2);
+        decoder.forward(batch, {&cosines, &sines, nullptr}, at.data(), rows, hidden.data(), logits.data(), nullptr, best.data());
+        for (int64_t i = 0; i < rows; i++) {
+            const auto row = logits.begin() + i * VOCABULARY;
+            const bool finite = std::all_of(row, row + VOCABULARY, [](float logit) { return std::isfinite(logit); });
+            const int64_t largest = finite ? std::max_element(row, row + VOCABULARY) - row : -1;
+            expect(best[i] == largest, path.name + " " + m.shape.name + ": the most probable token of a row");
+        }
         for (int64_t i = 0; i < rows; i++) {
             std::copy_n(hidden.begin() + i * HIDDEN, HIDDEN, result.hidden.begin() + where[at[i]] * HIDDEN);
             std::copy_n(logits.begin() + i * VOCABULARY, VOCABULARY, result.logits.begin() + where[at[i]] * VOCABULARY);
@@ -187,7 +194,7 @@ void tree(const NamedPath& path, const TestModel& m, Random& random) {
     for (int64_t i = 0; i < before; i++) position.push_back(i);
     const std::vector<int64_t> chain(text.size(), -1), zeros(text.size());
     decoder.forward({before, text.data(), request.data(), position.data(), position.data(), zeros.data(), chain.data(), nullptr, stores.data()},
-                    {&cosines, &sines, nullptr}, nullptr, 0, nullptr, nullptr, nullptr);
+                    {&cosines, &sines, nullptr}, nullptr, 0, nullptr, nullptr, nullptr, nullptr);
     std::vector<int64_t> tokens = branches;
     request.assign(branches.size(), 0), position.clear();
     std::vector<std::vector<int64_t>> paths;
@@ -208,7 +215,7 @@ void tree(const NamedPath& path, const TestModel& m, Random& random) {
     std::vector<int64_t> all(tokens.size());
     for (int64_t i = 0; i < rows; i++) all[i] = i;
     Floats hidden(static_cast<size_t>(rows * HIDDEN)), logits(static_cast<size_t>(rows * VOCABULARY));
-    decoder.forward(batch, {&cosines, &sines, nullptr}, all.data(), rows, hidden.data(), logits.data(), nullptr);
+    decoder.forward(batch, {&cosines, &sines, nullptr}, all.data(), rows, hidden.data(), logits.data(), nullptr, nullptr);
     auto same = [&](int64_t row, const std::vector<int64_t>& whole) {
         const Floats wanted = run(path, m, 1, {whole}, POSITIONS).logits;
         expect_same(Floats(logits.begin() + row * VOCABULARY, logits.begin() + (row + 1) * VOCABULARY), Floats(wanted.end() - VOCABULARY, wanted.end()),

@@ -7,6 +7,7 @@ several rounds. Each harness fails on a rule that was broken on purpose.
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -421,7 +422,7 @@ def written(target: Any, drafter: Any, rule: Rule, sampling: Sampling, count: in
     speculator = Speculator(target, drafter, draft_length=5, verify=rule)
     for first in range(0, count, 500):
         seeds = range(first, min(first + 500, count))
-        samplings = [Sampling(**{**vars(sampling), "seed": seed}) for seed in seeds]
+        samplings = [replace(sampling, seed=seed) for seed in seeds]
         # Seven tokens, so that the third is in the middle of a draft as often as not.
         for result in speculator.generate([PROMPT_TOKENS] * len(seeds), 7, samplings, stop=()):
             counts[tuple(result.tokens[:3])] += 1
