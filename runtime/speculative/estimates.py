@@ -6,7 +6,7 @@ All fade: what was seen lately counts more.
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
@@ -119,112 +119,15 @@ def _faster_half(times: Collection[float]) -> float:
 
 
 @dataclass
-class Shares:
-    """How often something went on to a first, a second, … place, of the times that it might have.
+class Counts:
+    """How often a first, a second, … place was hit, of the times that it might have been.
 
     Later times weigh more, which is the same as fading the earlier ones, and touches fewer numbers.
-
-    first  the share that is hoped for at the first place.
-    """
-
-    first: float
-    hits: list[float] = field(default_factory=list)
-    tries: list[float] = field(default_factory=list)
-
-    def add(self, hits: int, tries: int, weight: float) -> None:
-        """Takes in one that might have gone on to place `tries`, and went to place `hits`."""
-        if (lacking := tries - len(self.tries)) > 0:
-            self.hits += [0.0] * lacking
-            self.tries += [0.0] * lacking
-        for place in range(tries):
-            self.tries[place] += weight
-        for place in range(hits):
-            self.hits[place] += weight
-
-    def scale(self, factor: float) -> None:
-        """Makes all weights so many times as heavy."""
-        self.hits, self.tries = ([factor * count for count in counts] for counts in (self.hits, self.tries))
-
-    def upto(self, most: int, weight: float) -> list[float]:
-        """The shares of the first `most` places. What is one place before counts for a few tries of this weight."""
-        prior, share, found = _PRIOR * weight, self.first, []
-        for hits, tries in zip(self.hits[:most], self.tries, strict=False):
-            share = (hits + prior * share) / (tries + prior)
-            found.append(share)
-        return found + [share] * (most - len(found))
-
-
-@dataclass
-class Lengths:
-    """How many tokens drafts have, by how many they may have: some find fewer, or say that more are not worth it."""
-
-    there: Shares = field(default_factory=lambda: Shares(1.0))
-    weight: float = 1.0
-
-    def begin(self, length: int) -> None:
-        """Counts drafts that were seen elsewhere, and had so many tokens."""
-        self.there.add(length, length, _KNOWN)
-
-    def fade(self) -> None:
-        """A round has passed in which something was drafted."""
-        self.weight /= _FADE
-        if self.weight > _HEAVY:
-            self.there.scale(1 / self.weight)
-            self.weight = 1.0
-
-    def add(self, budget: int, drafted: int) -> None:
-        """Takes in one draft of at most `budget` tokens."""
-        self.there.add(drafted, budget, self.weight)
-
-    def shares(self, most: int) -> list[float]:
-        """Of drafts of at most `most` tokens, those that have a first, a second, …"""
-        return self.there.upto(most, self.weight)
-
-
-@dataclass
-class Chain:
-    """Chains by depth: how many of those that had all tokens before one accepted had that one accepted, too."""
-
-    right: Shares = field(default_factory=lambda: Shares(_HOPED))
-    weight: float = 1.0
-
-    def begin(self, accepted: Sequence[float]) -> None:
-        """Counts drafts that were seen elsewhere: the share of them that was accepted to each depth, or further."""
-        self.right.hits = [_KNOWN * share for share in accepted]
-        self.right.tries = [_KNOWN * share for share in (1.0, *accepted[:-1])]
-
-    def fade(self) -> None:
-        """A round has passed in which something was drafted."""
-        self.weight /= _FADE
-        if self.weight > _HEAVY:
-            self.right.scale(1 / self.weight)
-            self.weight = 1.0
-
-    def add(self, budget: int, accepted: int) -> None:
-        """Takes in one draft of at most `budget` tokens. One that found fewer counts as refused from there on."""
-        self.right.add(accepted, min(accepted + 1, budget), self.weight)
-
-    def tokens(self, most: int) -> list[float]:
-        """Tokens that a draft of at most 0, 1, … `most` can be expected to have accepted."""
-        return [*accumulate(accumulate(self.right.upto(most, self.weight), mul), initial=0.0)]
-
-
-@dataclass
-class Tree:
-    """Trees by their nodes in draft order: how often a first, a second, … was accepted of those that might have had it.
-
-    Trees grow where they are most probable, so that one of fewer nodes is how one of more begins, and each tells of all
-    smaller ones. Of nodes that were never there each doubling adds as many tokens.
     """
 
     hits: list[float] = field(default_factory=list)
     tries: list[float] = field(default_factory=list)
     weight: float = 1.0
-
-    def begin(self, nodes: int, accepted: float) -> None:
-        """Counts trees that were seen elsewhere: how many of their tokens were accepted on average."""
-        each = _KNOWN * accepted / math.log2(1 + nodes)
-        self.hits, self.tries = [each * _adds(node) for node in range(nodes)], [_KNOWN] * nodes
 
     def fade(self) -> None:
         """A round has passed in which something was drafted."""
@@ -233,15 +136,74 @@ class Tree:
             self.hits, self.tries = ([count / self.weight for count in counts] for counts in (self.hits, self.tries))
             self.weight = 1.0
 
-    def add(self, budget: int, path: Sequence[int]) -> None:
-        """Takes in one tree of at most `budget` nodes, of which these were accepted."""
-        if (lacking := budget - len(self.tries)) > 0:
+    def count(self, hits: Iterable[int], tries: int) -> None:
+        """Takes in one time: the first `tries` places might have been hit, and these were."""
+        if (lacking := tries - len(self.tries)) > 0:
             self.hits += [0.0] * lacking
             self.tries += [0.0] * lacking
-        for node in range(budget):
-            self.tries[node] += self.weight
-        for node in path:
-            self.hits[node] += self.weight
+        for place in range(tries):
+            self.tries[place] += self.weight
+        for place in hits:
+            self.hits[place] += self.weight
+
+    def upto(self, most: int, first: float) -> list[float]:
+        """Of the first `most` places the share of hits. What is one place before counts for a few tries; `first`: what
+        is hoped for at the first place."""
+        prior, share, found = _PRIOR * self.weight, first, []
+        for hits, tries in zip(self.hits[:most], self.tries, strict=False):
+            share = (hits + prior * share) / (tries + prior)
+            found.append(share)
+        return found + [share] * (most - len(found))
+
+
+class Lengths(Counts):
+    """How many tokens drafts have, by how many they may have: some find fewer, or say that more are not worth it."""
+
+    def begin(self, length: int) -> None:
+        """Counts drafts that were seen elsewhere, and had so many tokens."""
+        self.hits, self.tries = [_KNOWN] * length, [_KNOWN] * length
+
+    def add(self, budget: int, drafted: int) -> None:
+        """Takes in one draft of at most `budget` tokens."""
+        self.count(range(drafted), budget)
+
+    def shares(self, most: int) -> list[float]:
+        """Of drafts of at most `most` tokens, those that have a first, a second, …"""
+        return self.upto(most, 1.0)
+
+
+class Chain(Counts):
+    """Chains by depth: how many of those that had all tokens before one accepted had that one accepted, too."""
+
+    def begin(self, accepted: Sequence[float]) -> None:
+        """Counts drafts that were seen elsewhere: the share of them that was accepted to each depth, or further."""
+        self.hits = [_KNOWN * share for share in accepted]
+        self.tries = [_KNOWN * share for share in (1.0, *accepted[:-1])]
+
+    def add(self, budget: int, accepted: int) -> None:
+        """Takes in one draft of at most `budget` tokens. One that found fewer counts as refused from there on."""
+        self.count(range(accepted), min(accepted + 1, budget))
+
+    def tokens(self, most: int) -> list[float]:
+        """Tokens that a draft of at most 0, 1, … `most` can be expected to have accepted."""
+        return [*accumulate(accumulate(self.upto(most, _HOPED), mul), initial=0.0)]
+
+
+class Tree(Counts):
+    """Trees by their nodes in draft order: how often a first, a second, … was accepted of those that might have had it.
+
+    Trees grow where they are most probable, so that one of fewer nodes is how one of more begins, and each tells of all
+    smaller ones. Of nodes that were never there each doubling adds as many tokens.
+    """
+
+    def begin(self, nodes: int, accepted: float) -> None:
+        """Counts trees that were seen elsewhere: how many of their tokens were accepted on average."""
+        each = _KNOWN * accepted / math.log2(1 + nodes)
+        self.hits, self.tries = [each * _adds(node) for node in range(nodes)], [_KNOWN] * nodes
+
+    def add(self, budget: int, path: Sequence[int]) -> None:
+        """Takes in one tree of at most `budget` nodes, of which these were accepted."""
+        self.count(path, budget)
 
     def tokens(self, most: int) -> list[float]:
         """Tokens that trees of at most 0, 1, … `most` nodes can be expected to have accepted."""
