@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -40,7 +40,7 @@ from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight
 
 if TYPE_CHECKING:
-    from runtime.bench.speculate import Item, Job, Pass, Way
+    from runtime.bench.speculate import Item, Job, Way
     from runtime.model.load import Model
 
 # Dimensions that say which token comes next: a random sign each.
@@ -145,36 +145,40 @@ def time_forwards(model: "Model", start: int, rounds: int) -> None:
     print(f"bytes over those of width 1: {told}")
 
 
-def in_turns(job: "Job", both: "tuple[Way, Way]", items: "Sequence[Item]") -> "tuple[Pass, Pass]":
-    """Each text by both ways, one right after the other: a machine that changes its speed changes both alike."""
-    from runtime.bench.speculate import Pass, run_once
+def in_turns(job: "Job", both: "Sequence[Way]", items: "Sequence[Item]") -> list[float]:
+    """Each text by both ways, one right after the other, for a machine changes its speed: a pass each.
 
-    found: tuple[list[Pass], list[Pass]] = [], []
-    for place, item in enumerate(items):
-        order = (0, 1) if place % 2 == 0 else (1, 0)
-        for way in order:
-            found[way].append(run_once(job, both[way], [item]))
-    plain, spoken = (
-        Pass(
-            sum(one.seconds for one in each),
-            1.0,
-            [m for one in each for m in one.metrics],
-            [one.tokens[0] for one in each],
-        )
-        for each in found
-    )
-    return plain, spoken
-
-
-def first_texts(jobs: Sequence["Job"]) -> list[float]:
-    """How much faster a new engine makes its first texts than plain decoding beside it, for each job."""
-    from runtime.bench.speculate import ways
+    How many times the first way's tokens per second the second one makes of each text.
+    """
+    from runtime.bench.speculate import run_once
 
     found = []
-    for job in jobs:
-        plain, spoken = in_turns(job, ways(job), job.items[:FIRST])
-        found.append(plain.seconds / spoken.seconds)
+    for place, item in enumerate(items):
+        for way in both if place % 2 == 0 else reversed(both):
+            way.passes.append(run_once(job, way, [item]))
+        first, second = (way.passes[-1].seconds for way in both)
+        found.append(first / second)
     return found
+
+
+def compared(job: "Job", rounds: int) -> dict[str, Any]:
+    """A row of the table: the job's drafts beside plain decoding; of a job without drafts plain decoding beside itself.
+
+    Ratios of texts in turns: their median, and that of the worst round.
+    """
+    from runtime.bench.speculate import row, ways
+
+    both = ways(job)
+    in_turns(job, both, job.items[:FIRST])
+    for way in both:
+        way.passes.clear()
+    each = [in_turns(job, both, job.items) for _ in range(rounds)]
+    plain, spoken = ([one.tokens for one in way.passes] for way in both)
+    # Each pass is one text.
+    return row(replace(job, items=job.items[:1]), *both, None) | {
+        "least": min(map(median, each)),
+        "mismatches": sum(a != b for a, b in zip(plain, spoken, strict=True)),
+    }
 
 
 def speculate(model: "Model", draft: "Model", acceptances: Sequence[float], rounds: int) -> None:
@@ -182,7 +186,7 @@ def speculate(model: "Model", draft: "Model", acceptances: Sequence[float], roun
     from runtime.bench.jobs import plain_texts
     from runtime.bench.oracle import OracleDrafter
     from runtime.bench.output import console, table
-    from runtime.bench.speculate import Item, Job, row, ways
+    from runtime.bench.speculate import Item, Job, ways
     from runtime.sampling.params import Sampling
     from runtime.speculative.costs import first_costs
     from runtime.speculative.draft import NoDrafter
@@ -191,28 +195,25 @@ def speculate(model: "Model", draft: "Model", acceptances: Sequence[float], roun
     plain = Job(model.decoder, NoDrafter(), items, NEW_TOKENS, 1, Sampling(), "coupled", None)
     widths = first_costs(model, items[0].tokens)
     print("costs that servers begin with: " + ", ".join(f"{cost:.2f} at {width}" for width, cost in widths.items()))
-    known, found = plain_texts(plain), []
+    known = plain_texts(plain)
+    # What the machine alone makes of equal work.
+    found = [compared(replace(plain, draft_length=0), rounds) | {"acceptance": None}]
     for alpha in acceptances:
         # Of another seed for each round, and so of other tokens accepted: the first few decide how a new engine begins.
         oracles = [OracleDrafter(draft, known, alpha, seed, model.decoder.vocab_size) for seed in range(rounds)]
         jobs = [replace(plain, drafter=oracle, widths=widths) for oracle in oracles]
-        first = first_texts(jobs)
-        both = ways(jobs[0])
-        in_turns(jobs[0], both, items[:FIRST])
-        for _ in range(rounds):
-            for way, one in zip(both, in_turns(jobs[0], both, items), strict=True):
-                way.passes.append(one)
-        each = [a / b for a, b in zip(both[1].tokens_per_second, both[0].tokens_per_second, strict=True)]
-        told = {"acceptance": alpha, "least": min(each), "first": median(first), "least_first": min(first)}
-        found.append(row(jobs[0], *both, None) | told)
+        first = [median(in_turns(job, ways(job), job.items[:FIRST])) for job in jobs]
+        told = {"acceptance": alpha, "first": median(first), "least_first": min(first)}
+        found.append(compared(jobs[0], rounds) | told)
     columns = (
         ("acceptance", "acceptance a token", ".1f"), ("drafted_per_round", "γ", ".2f"),
         ("tokens_per_round", "tokens a round", ".2f"), ("draft_step_ratio", "draft step", ".3f"),
         ("decode_speedup", "speedup", ".2f"), ("speedup", "with prompts", ".2f"),
-        ("least", "least of a round", ".2f"), ("first", f"first {FIRST} texts", ".2f"),
+        ("least", "worst round", ".2f"), ("first", f"first {FIRST} texts", ".2f"),
         ("least_first", "least of them", ".2f"), ("mismatches", "texts that differ", "d"),
     )  # fmt: skip
-    console(112).print(table(columns, found, f"γ chosen; medians of {rounds} rounds in turns"))
+    title = f"γ chosen, over plain decoding; medians of {rounds * PROMPTS} texts in turns; first row: plain over plain"
+    console(112).print(table(columns, found, title))
 
 
 @app.command()

@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import mean
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from runtime.bench.load import arrivals
 from runtime.engine.schedule import MIXED_ROWS, PREFILL_ROWS
 from runtime.serve.prefixes import PAGE, Kept, ranked
 from runtime.serve.worker import GAP
+
+_RUNS = 8  # of one load, where what rounds take is by chance
+_LEAST = 0.1  # cores that are left for the fleet
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,9 @@ class _Text:
 
 @dataclass
 class _Replica:
-    """One replica: texts that run, in the order in which they came, and those that wait; news that was not told yet."""
+    """One replica: texts that run, in the order in which they came, and those that wait; news that was not told yet.
+
+    coming  texts that were routed here and have not arrived: they count from when they are routed."""
 
     place: int
     kept: Kept
@@ -94,37 +100,42 @@ class _Replica:
     busy: float = 0.0
     spent: int = 0
     texts: int = 0
+    coming: int = 0
     held: float = 0.0
     pace: float = 1.0
     paced_until: float = -1.0
 
     @property
     def load(self) -> int:
-        return len(self.running) + len(self.waiting)
+        return self.coming + len(self.running) + len(self.waiting)
 
 
 def simulate(figures: Figures, fleet: Fleet, load: Load, due: Sequence[float] | None = None) -> Simulated:
     """Requests through the fleet, to the last one's end. Events in the order of time; equal seeds, equal figures.
 
     due  seconds at which the requests come instead of at the load's rate.
+
+    Where rounds waver, the same requests go through several times, and all of their texts count.
     """
     chosen = np.random.default_rng(load.seed + 1).integers(0, load.prefixes, load.requests)
-    run = _Run(figures, fleet, load.new_tokens, load.seed + 2)
-    for number, came in enumerate(due if due is not None else arrivals(load.rate, load.requests, load.seed)):
-        pages = [f"{chosen[number]} {page}".encode() for page in range(load.shared // PAGE)]
-        run.ask(number, _Text(came, pages, load.prompt))
-    run.clock.run()
-    return _told(fleet, load, run)
+    times = due if due is not None else arrivals(load.rate, load.requests, load.seed)
+    runs = []
+    for turn in range(_RUNS if any(figures.waver) else 1):
+        runs.append(run := _Run(figures, fleet, load.new_tokens, load.seed + 2 + turn))
+        for number, came in enumerate(times):
+            pages = [f"{chosen[number]} {page}".encode() for page in range(load.shared // PAGE)]
+            run.ask(number, _Text(came, pages, load.prompt))
+        run.clock.run()
+    return _told(fleet, load, runs)
 
 
 def gap(figures: Figures, fleet: Fleet, texts: int, prompt: int, new_tokens: int) -> float:
-    """Seconds between two tokens, in the mean, of the text that begins last of so many that come at once."""
+    """Seconds between two tokens, in the mean, of so many texts that come at once."""
     run = _Run(replace(figures, waver=(0.0,)), fleet, new_tokens)
     for number in range(texts):
         run.ask(number, _Text(0.0, [], prompt))
     run.clock.run()
-    one = max(run.done, key=lambda text: text.first)
-    return (one.last - one.first) / max(1, new_tokens - 1)
+    return mean((text.last - text.first) / max(1, new_tokens - 1) for text in run.done)
 
 
 class _Run:
@@ -132,7 +143,8 @@ class _Run:
 
     def __init__(self, figures: Figures, fleet: Fleet, new_tokens: int, seed: int = 0) -> None:
         self._figures, self._fleet, self._new_tokens = figures, fleet, new_tokens
-        self.clock = Clock(fleet.cores, figures.crowd)
+        cores = None if fleet.cores is None else max(_LEAST, fleet.cores - figures.background)
+        self.clock = Clock(cores, figures.crowd)
         self.replicas = [_Replica(place, Kept(fleet.pages), read=Kept(fleet.pages)) for place in range(fleet.replicas)]
         self._paces = np.random.default_rng(seed)
         self.done: list[_Text] = []
@@ -151,6 +163,7 @@ class _Run:
                 one.held += figures.held
 
             def begin(_: float) -> None:
+                one.coming -= 1
                 one.waiting.append(text)
                 self._round(one)
 
@@ -261,6 +274,7 @@ def _route(replicas: Sequence[_Replica], pages: Sequence[bytes], fleet: Fleet, n
         at = int(min(two, key=lambda place: replicas[place].load))
     replicas[at].spent += max(1, len(pages) - known[at])
     replicas[at].texts += 1
+    replicas[at].coming += 1
     replicas[at].kept.use(pages)
     return replicas[at]
 
@@ -278,17 +292,18 @@ def _pieces(reading: Sequence[_Text], rows: int) -> list[tuple[_Text, int]]:
     return [(reading[place], count) for place, count in out.items() if count]
 
 
-def _told(fleet: Fleet, load: Load, run: _Run) -> Simulated:
-    tokens, end = load.requests * load.new_tokens, max(text.last for text in run.done)
-    texts = [one.texts for one in run.replicas]
+def _told(fleet: Fleet, load: Load, runs: Sequence[_Run]) -> Simulated:
+    tokens, ends = load.requests * load.new_tokens, [max(text.last for text in run.done) for run in runs]
+    texts = [[one.texts for one in run.replicas] for run in runs]
+    hours = fleet.replicas * sum(ends) / 3600
     return Simulated(
-        percentiles([text.last - text.came for text in run.done]),
-        percentiles([text.first - text.came for text in run.done]),
-        run.reused / max(1, load.requests * (load.shared // PAGE) * PAGE),
-        tokens / end,
-        sum(one.busy for one in run.replicas) / (end * fleet.replicas),
-        max(texts) * len(texts) / sum(texts),
-        1e6 * fleet.price * fleet.replicas * end / 3600 / tokens,
+        percentiles([text.last - text.came for run in runs for text in run.done]),
+        percentiles([text.first - text.came for run in runs for text in run.done]),
+        sum(run.reused for run in runs) / max(1, len(runs) * load.requests * (load.shared // PAGE) * PAGE),
+        len(runs) * tokens / sum(ends),
+        sum(one.busy for run in runs for one in run.replicas) / (fleet.replicas * sum(ends)),
+        mean(max(each) * len(each) / sum(each) for each in texts),
+        1e6 * fleet.price * hours / len(runs) / tokens,
     )
 
 

@@ -115,13 +115,15 @@ def _figures(options: FleetOptions, replicas: int) -> "Figures":
         from runtime.bench.fleet_measure import measure
 
         batches = [one for one in _BATCHES if one <= options.max_batch]
-        found = measure(options.measure, batches, options.new_tokens, shared=options.cores is not None)
+        shared = options.cores is not None
+        found = measure(options.measure, batches, options.prompt, options.new_tokens, shared)
         write(options.figures, _plain(found))
     if options.together is not None and options.cores is not None:
-        from runtime.bench.fleet_together import gaps_together, together
+        from runtime.bench.fleet import Fleet
+        from runtime.bench.fleet_together import together, write_together
 
-        gaps = gaps_together(options.together, replicas, options.new_tokens)
-        found = together(found, options.cores, gaps, options.new_tokens)
+        seen = write_together(options.together, replicas, options.cores, options.new_tokens)
+        found = together(found, Fleet(replicas, options.max_batch, options.pages, cores=options.cores), seen)
         write(options.figures, _plain(found))
     return found
 
@@ -136,11 +138,12 @@ def _read(file: Path) -> "Figures":
         ingress, others = costs = [
             Cost(**{key: float(value) for key, value in told.get(one, {}).items()}) for one in _COSTS
         ]
-        early, held = float(told.get("early", 1.0)), float(told.get("held", 0.0))
+        early = float(told.get("early", 1.0))
+        held, background = (float(told.get(name, 0.0)) for name in ("held", "background"))
         crowd, waver = (tuple(map(float, told.get(name, [usual]))) for name, usual in (("crowd", 1.0), ("waver", 0.0)))
         figures = Figures(
-            float(told["overhead"]), float(told["prompt"]), rounds, ingress, others, early, held, crowd, waver,
-            float(told.get("steady", 0.0)),
+            float(told["overhead"]), float(told["prompt"]), rounds, ingress, others, early, held, background,
+            crowd, waver, float(told.get("steady", 0.0)),
         )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
@@ -151,13 +154,14 @@ def _read(file: Path) -> "Figures":
         figures.overhead,
         figures.prompt,
         held,
+        background,
         figures.steady,
         *waver,
         *(seconds for _, seconds in rounds),
         *spent,
     ]
     rising = bool(rounds) and list(rounds) == sorted(set(rounds)) and rounds[0][0] >= 1
-    if not rising or min(values) < 0 or not 0 <= early <= 1 or not waver or not crowd or min(crowd) < 1:
+    if not rising or min(values) < 0 or not 0 <= early <= 1 or not waver or not crowd or min(crowd) <= 0:
         raise UserError(f"--figures: {file}: expected seconds, and rounds of rising numbers of texts")
     return figures
 

@@ -31,10 +31,11 @@ class Figures:
               all share a machine.
     early     share of a request's cost that is spent before its first token; the rest, when its text has ended.
     held      that a request keeps its replica's other texts waiting, beyond what its rows take.
+    background  of a core, in each second, what runs on the machine while nothing is asked for, where all share it.
     waver     how much what rounds take changes: the standard deviation of its logarithm, where 1, 2, … replicas run on
               one machine; steady: seconds after which it has changed.
     crowd     how many times longer all work takes while 1, 2, … replicas on one machine run rounds, beyond what sharing
-              its cores costs: they share its memory and caches, too.
+              its cores costs: they share its memory and caches, too. The last is that of more, too.
     """
 
     overhead: float
@@ -44,6 +45,7 @@ class Figures:
     others: Cost = Cost()
     early: float = 1.0
     held: float = 0.0
+    background: float = 0.0
     crowd: tuple[float, ...] = (1.0,)
     waver: tuple[float, ...] = (0.0,)
     steady: float = 0.0
@@ -64,6 +66,7 @@ class Figures:
         ingress, others = (Cost(*(times * one for one in astuple(cost))) for cost in (self.ingress, self.others))
         return replace(
             self, overhead=times * self.overhead, prompt=times * self.prompt, held=times * self.held,
+            background=times * self.background,
             rounds=tuple((texts, times * seconds) for texts, seconds in self.rounds), ingress=ingress, others=others,
         )  # fmt: skip
 

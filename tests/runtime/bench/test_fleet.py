@@ -17,7 +17,8 @@ from runtime.bench.fleet import Fleet, Load, gap, simulate
 from runtime.bench.fleet_ask import ask
 from runtime.bench.fleet_cores import Clock
 from runtime.bench.fleet_figures import Cost, Figures
-from runtime.bench.fleet_together import crowd_behind, together
+from runtime.bench.fleet_together import Together, together
+from runtime.bench.load import arrivals
 from runtime.errors import UserError
 
 
@@ -147,7 +148,7 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
         found = CliRunner().invoke(app, [*words, *wrong])
         assert found.exit_code == 2 and sentence in found.output
     for bad in (
-        json.dumps(told | {"crowd": [0.5]}),
+        json.dumps(told | {"crowd": [0.0]}),
         json.dumps(told | {"held": -1}),
         "{",
         json.dumps(told | {"rounds": []}),
@@ -159,29 +160,46 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
         assert found.exit_code == 2 and "--figures" in found.output
 
 
+def _written(figures: Figures, fleet: Fleet, due: list[float]) -> Together:
+    """What the simulation itself makes of texts alone, at once and in a stream."""
+    stream = simulate(figures, fleet, Load(1.0, len(due), 16, 96), due).latency_ms["mean"] / 1e3
+    alone, at_once = (gap(figures, fleet, texts, 16, 96) for texts in (1, fleet.replicas))
+    return Together(96, (alone,), (at_once,), (stream,), tuple(due))
+
+
 def test_what_ingress_and_client_take_of_the_cores_is_no_crowding() -> None:
     """The crowd behind measured times is found again, though threads beside the engines have made them longer, too."""
     ingress, others = Cost(0.001, 0.0002, 0.00005), Cost(0.002, 0.0005, 0.0001)
-    figures, fleet, tokens = Figures(0.001, 0.0002, ((1, 0.004), (8, 0.01)), ingress, others), Fleet(3, cores=2), 96
-    for crowd in ((1.0, 1.0, 1.0), (1.0, 1.3, 1.7), (1.0, 1.2, 1.2)):
-        gaps = [gap(replace(figures, crowd=crowd), fleet, texts, 16, tokens) for texts in (1, 2, 3)]
-        assert crowd_behind(figures, fleet, gaps, tokens) == pytest.approx(crowd, abs=0.03)
-        # Shared cores alone would be 1 and 1.5 times as long.
-        assert gaps[1] > 1.02 * crowd[1] * gaps[0] and gaps[2] > 1.52 * crowd[2] * gaps[0] / 1.03
+    figures, fleet = Figures(0.001, 0.0002, ((1, 0.004), (8, 0.01)), ingress, others), Fleet(3, cores=2)
+    due = arrivals(6.0, 24, 0)
+    alone = simulate(figures, Fleet(3), Load(1.0, 24, 16, 96), due).latency_ms["mean"]
+    for crowd in (1.0, 1.2, 1.5):
+        seen = _written(replace(figures, crowd=(1.0, crowd)), fleet, due)
+        found = together(figures, fleet, seen)
+        assert found.crowd == pytest.approx((1.0, crowd), abs=0.03)
+        # Replicas with cores of their own would take less than these did.
+        assert 1e3 * seen.stream[0] > 1.1 * alone
+    one = Together(96, seen.alone, (), (), ())
+    assert together(replace(figures, crowd=(1.0, 2.0)), Fleet(1, cores=2), one).crowd == (1.0,)
 
 
 def test_figures_are_those_of_the_pace_that_the_machine_has_now() -> None:
-    """Gaps that the simulation itself makes, of a machine half as fast, each now shorter and now longer."""
-    figures = Figures(0.001, 0.0002, ((1, 0.004), (8, 0.01)), Cost(0.001), Cost(0.002), held=0.003)
+    """Times that the simulation itself makes, of a machine half as fast, each now shorter and now longer."""
+    figures = Figures(0.001, 0.0002, ((1, 0.004), (8, 0.01)), Cost(0.001), Cost(0.002), held=0.003, background=0.05)
     slow, generator = replace(figures.at_pace(2.0), crowd=(1.0, 1.4)), np.random.default_rng(5)
-    wavers = [np.exp(sigma * generator.standard_normal(2001)) for sigma in (0.05, 0.3)]
-    gaps = [gap(slow, Fleet(2, cores=2), texts, 16, 96) * each for texts, each in zip((1, 2), wavers, strict=True)]
-    found = together(figures, 2, gaps, 96)
+    fleet = Fleet(2, cores=2)
+    told = _written(replace(slow, waver=(0.05, 0.3), steady=96 * 0.008), fleet, arrivals(3.0, 24, 0))
+    alone, at_once = (
+        tuple(gap(slow, fleet, texts, 16, 96) * np.exp(sigma * generator.standard_normal(2001)))
+        for texts, sigma in ((1, 0.05), (2, 0.3))
+    )
+    found = together(figures, fleet, replace(told, alone=alone, at_once=at_once))
     assert found.overhead == pytest.approx(0.002, rel=0.02) and found.held == pytest.approx(0.006, rel=0.02)
+    assert found.background == pytest.approx(0.1, rel=0.02)
     assert found.rounds[1][1] == pytest.approx(0.02, rel=0.02) and found.others.request == pytest.approx(
         0.004, rel=0.02
     )
-    assert found.crowd == pytest.approx((1.0, 1.4), abs=0.04) and found.waver == pytest.approx((0.05, 0.3), rel=0.1)
+    assert found.crowd == pytest.approx((1.0, 1.4), abs=0.05) and found.waver == pytest.approx((0.05, 0.3), rel=0.1)
     assert found.steady == pytest.approx(96 * 0.008, rel=0.03)
 
 
