@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from runtime.speculative.measured import NOTHING_KNOWN, Drafted, Gains, Prior, Times, round_rates
+from runtime.speculative.measured import NOTHING_KNOWN, Gains, Prior, Round, Times, round_rates
 from runtime.speculative.opening import Opening
+from runtime.speculative.settled import TOGETHER, Settled, surprising
 from runtime.speculative.spending import SLOW, Spending, rounds_until, worth
 
 LONGEST = 16
@@ -43,25 +44,6 @@ class DraftBudget(NamedTuple):
 
     budget: int
     requests: int
-
-
-class Round(NamedTuple):
-    """What one round was and took: `batch` requests, a draft of at most `budget` tokens for some of them.
-
-    drafts  one for each request that was drafted for.
-    width   rows of the target's forward.
-    unread  tokens that the drafter had to read first of requests that did not draft in the round before.
-    asked   of a chain of drafters how many had to be asked.
-    """
-
-    batch: int
-    budget: int
-    drafts: Sequence[Drafted]
-    width: int
-    draft_seconds: float
-    target_seconds: float
-    unread: int = 0
-    asked: int = 1
 
 
 class _Look(NamedTuple):
@@ -102,24 +84,22 @@ class Controller:
         # What a drafter took to read a token that was written without it.
         self._reads: deque[float] = deque(maxlen=_READ)
         self._reading = 0.0
-        self._held: tuple[int, int, int, int] = (0, 0, 0, 0)  # batch, most, γ, and until which round
+        self._held = Settled()
         self._hold = _HOLD
         self._unaffordable = 0  # rounds without drafts until a look at drafts can be afforded
-        # Rounds that a hold on not drafting still has, and what those took that it had, which are not counted yet.
-        self._rest = 0
-        self._rested: list[float] = []
 
     def resting(self, batch: int) -> bool:
         """Whether it is settled that the next round of `batch` requests drafts nothing.
 
         Such a round need not be asked for: what it took is told to `rested`, which costs a tenth of asking and telling.
         """
-        return self._rest > 0 and batch == self._held[0]
+        held = self._held
+        return held.left > 0 and held.budget == 0 and batch == held.batch
 
     def rested(self, seconds: float) -> None:
         """Learns from a round that was not asked for, of no drafts and no prompts."""
-        self._rest -= 1
-        self._rested.append(seconds)
+        self._held.left -= 1
+        self._held.rested.append(seconds)
 
     def next_budget(self, batch: int, missing: int, alone: bool = True, unread: int = 1) -> DraftBudget:
         """For a round of `batch` requests, of which the longest has room for `missing` drafted tokens.
@@ -129,8 +109,11 @@ class Controller:
 
         The first round after a rest never drafts: what drafters read of the target they do not read while it lasts.
         """
-        rested, most = self._end_rest(), min(self.limit, missing)
-        self._look = None
+        held, most = self._held, min(self.limit, missing)
+        if held.goes_on(batch, most):
+            return DraftBudget(held.budget, batch)
+        rested = self._take_in()
+        held.left, self._look = 0, None
         if not self.spent.credit:
             self.spent.begin(missing)
         planned, self._next = self._next, None
@@ -145,14 +128,27 @@ class Controller:
             return DraftBudget(0, batch)
         return chosen
 
-    def _end_rest(self) -> bool:
-        """Counts the rounds of a rest, which is done when it ends; whether there was any."""
-        rested, self._rest, self._rested = self._rested, 0, []
-        if rested:
+    def _take_in(self) -> bool:
+        """Learns from the rounds that were not asked for; whether the last of them rested."""
+        held = self._held
+        if rested := held.rested:
+            held.rested = []
             self._rounds += len(rested)
             self._last[False] = self._rounds
             self.spent.seconds += sum(rested)
-            self._times.add_target(self._held[0], median(rested[-_RESTED:]), len(rested))
+            self._times.add_target(held.batch, median(rested[-_RESTED:]), len(rested))
+        if rounds := held.rounds:
+            held.rounds = []
+            self._rounds += len(rounds)
+            self._last[True] = self._rounds
+            self.spent.seconds += sum([one.draft_seconds + one.target_seconds for one in rounds])
+            drafts = [draft for one in rounds for draft in one.drafts]
+            self._opening.observe(held.budget, drafts, len(rounds))
+            if surprising(rounds, self._gains.tokens(held.budget)):
+                held.until = held.left = 0
+                self._hold = _HOLD
+            self._gains.add(held.budget, drafts, len(rounds))
+            self._times.add(rounds)
         return bool(rested)
 
     def _choose(self, batch: int, missing: int, most: int, alone: bool, unread: int) -> DraftBudget:
@@ -167,14 +163,13 @@ class Controller:
             # What drafts for all gain, those for one of a batch do not show by themselves: longer ones have to.
             longest = self._opening.longer if batch > 1 else self._hopeful(self.rates(batch, most), least=1)
             return DraftBudget(min(longest, most), 1)
-        held_batch, held_most, held, until = self._held
-        # A text near its end allows less; a choice that such a limit had forced is made anew when there is room again.
-        if batch == held_batch and held <= most and (held < held_most or most <= held_most) and self._rounds < until:
-            return DraftBudget(held, batch)
+        held = self._held
+        if held.holds(batch, most, self._rounds):
+            return DraftBudget(held.within(most), batch)
         rates = self.rates(batch, most)
         best = self._hopeful(rates)
-        if batch == held_batch and 0 < held <= most and rates[held] >= (1 - _HARDLY) * rates[best]:
-            best = held
+        if batch == held.batch and 0 < held.budget <= most and rates[held.budget] >= (1 - _HARDLY) * rates[best]:
+            best = held.budget
         rows = batch * max(best, 1)
         self.worth = worth(self._times.target(batch + rows) - self._times.target(batch), rows, rates[best])
         if best > 0 and not (
@@ -189,11 +184,11 @@ class Controller:
             other = longer = self._longer(batch, best, rates)
         if other is None:
             longest = _LONGEST_HOLD if best else _LONGEST_REST
-            settled = (batch, best) == (held_batch, held) and self._knows_longer(best, most)
+            settled = (batch, best) == (held.batch, held.budget) and self._knows_longer(best, most)
             self._hold = min(2 * self._hold, longest) if settled else _HOLD
             # Asking costs as well: not before the next look can be afforded.
             hold = self._hold if best else max(self._hold, min(self._unaffordable, _LONGEST_HOLD))
-            self._held = (batch, most, best, self._rounds + hold)
+            self._held = Settled(batch, most, best, self._rounds + hold, rates)
             return DraftBudget(best, batch)
         self._look = _Look(rates[best], longer is not None)
         return other
@@ -224,15 +219,21 @@ class Controller:
 
     def observe(self, found: Round) -> None:
         """Learns from a round."""
+        held = self._held
+        if held.keeps(found):
+            if len(held.rounds) >= TOGETHER:
+                self._take_in()
+            return
+        self._take_in()
         taken = found.draft_seconds + found.target_seconds
         self.spent.seconds += taken
         # Right after a draft the processor's caches hold the draft's weights: what not drafting takes, the next shows.
         changing = found.budget == 0 and self._rounds > 0 and self._last.get(True, -1) == self._rounds
         self._rounds += 1
         self._last[found.budget > 0] = self._rounds
-        batch, _, held, until = self._held
-        if found.budget == held == 0 and found.batch == batch and not changing:
-            self._rest = until - self._rounds
+        if found.budget == held.budget and found.batch == held.batch and not changing and self._look is None:
+            # A drafter of which nothing was right yet is watched round by round.
+            held.left = held.until - self._rounds if found.budget == 0 or self._opening.accepted else 0
         expected = 0.0
         if self._look is not None:
             expected = self._times.target(found.width)
@@ -247,7 +248,7 @@ class Controller:
                 self._reads.append(max(0.0, found.draft_seconds - usual) / found.unread)
                 self._reading = min(self._reads)
             if not found.unread:
-                self._times.add_drafting(len(found.drafts), found.budget, found.draft_seconds, found.asked)
+                self._times.add_drafting(len(found.drafts), found.budget, found.draft_seconds, asked=found.asked)
         if not changing:
             self._times.add_target(found.width, found.target_seconds)
         if self._look is not None:
