@@ -5,7 +5,7 @@
 
 All of the engine and of the decoder's Python runs; only the native forward gives logits of zeros at once. On a model
 whose forward takes a fifth of a millisecond these microseconds are felt. The ways take turns, and of each way's rounds
-the least decile is what they take while nothing else disturbs them. A γ that is chosen costs more in some rounds than in
+the least decile is what they take while nothing else disturbs them. Of a γ that is chosen some rounds cost more than
 others: the mean, of processor time, has them all.
 """
 

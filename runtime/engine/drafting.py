@@ -141,12 +141,12 @@ class Drafters:
     ) -> tuple[list[Draft], dict[Proposer, float]]:
         drafts = [NO_DRAFT] * len(batch)
         asked: dict[Proposer, list[int]] = {}
+        seconds: dict[Proposer, float] = {}
         for i, part in enumerate(batch):
             if part.budget > 0 and part.state.forced:
                 drafts[i] = Draft.chain(list(part.state.forced))
             elif part.budget > 0:
                 asked.setdefault(part.state.proposer, []).append(i)
-        seconds: dict[Proposer, float] = {}
         for proposer, places in asked.items():
             if proposer.weighing and proposer.controller is not None and proposer.controller.worth is not None:
                 for weighing in proposer.weighing:

@@ -17,9 +17,9 @@ from runtime.model.base import BaseDecoder
 from runtime.sampling.params import Sampling
 from runtime.speculative.draft import Draft, Outcome, Request, TakenStates
 from runtime.speculative.draft_length import Controller
-from runtime.speculative.measured import Round
 from runtime.speculative.drafters.fallback import ChainedDrafter
 from runtime.speculative.drafters.lookup import LookupDrafter
+from runtime.speculative.measured import Round
 
 Tiny = Callable[..., Path]
 
