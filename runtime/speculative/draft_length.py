@@ -8,11 +8,11 @@ prompt lookup, which often finds nothing, and a model, which always drafts, are 
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import NamedTuple
 
 from runtime.speculative.measured import NOTHING_KNOWN, Gains, Prior, Round, Times, round_rates
 from runtime.speculative.opening import Opening
-from runtime.speculative.settled import TOGETHER, Settled, surprising
+from runtime.speculative.parts import Parts
+from runtime.speculative.settled import TOGETHER, DraftBudget, Look, Settled, surprising
 from runtime.speculative.spending import SLOW, Spending, rounds_until, worth
 
 LONGEST = 16
@@ -39,23 +39,6 @@ _HOLD, _LONGEST_HOLD, _LONGEST_REST = 4, 256, 64
 _HARDLY = 0.01
 
 
-class DraftBudget(NamedTuple):
-    """γ of a round, and for how many of its requests: a probe drafts for one, which tells as much and costs less."""
-
-    budget: int
-    requests: int
-
-
-class _Look(NamedTuple):
-    """A round of what does not look best.
-
-    rate    what it gives up, in tokens per second; longer: its drafts are longer than those that look best.
-    """
-
-    rate: float
-    longer: bool
-
-
 class Controller:
     """Chooses γ for all requests of a round. What it learns stays when requests come and go.
 
@@ -72,14 +55,15 @@ class Controller:
         self.spent = Spending()
         self.worth: float | None = None  # the probability of a token that is just worth its row; None: not known yet
         self._times, self._gains = Times(prior, widths), Gains(prior)
+        self._parts = Parts(self._times)
         self._opening = Opening.of(prior is not None, bool(widths))
         self._rounds = 0
         self._empty = self._paid = 0  # looks one after the other that found nothing to draft, and that paid
-        self._look: _Look | None = None  # what the round chosen last is, unless it looks best
+        self._look: Look | None = None  # what the round chosen last is, unless it looks best
         self._tried = False  # whether the last round was a draft that is charged to what trying out may cost
         self._longer_at = 0  # the round of the last look at longer drafts
         # What the next round does: a probe that told nothing of its cost is repeated, and after a rest drafts wait.
-        self._next: tuple[DraftBudget, _Look | None] | None = None
+        self._next: tuple[DraftBudget, Look | None] | None = None
         self._last: dict[bool, int] = {}  # when drafting, and not drafting, was last done
         # What a drafter took to read a token that was written without it.
         self._reads: deque[float] = deque(maxlen=_READ)
@@ -87,6 +71,11 @@ class Controller:
         self._held = Settled()
         self._hold = _HOLD
         self._unaffordable = 0  # rounds without drafts until a look at drafts can be afforded
+
+    @property
+    def limits(self) -> Mapping[int, int]:
+        """By number the most tokens of a draft by a chain's later drafters (2, …); it changes as γ is chosen."""
+        return self._times.limits
 
     def resting(self, batch: int) -> bool:
         """Whether it is settled that the next round of `batch` requests drafts nothing.
@@ -148,6 +137,7 @@ class Controller:
                 held.until = held.left = 0
                 self._hold = _HOLD
             self._gains.add(held.budget, drafts, len(rounds))
+            self._parts.add(rounds)
             self._times.add(rounds)
         return bool(rested)
 
@@ -177,6 +167,8 @@ class Controller:
             and self._opening.affords(self._times, self.spent, batch, best, batch)
         ):
             best = 0
+        if best > 0:
+            self._parts.choose(batch, best, rates[best], self.spent.seconds)
         if not alone:
             return DraftBudget(best, batch)
         other, longer = self._other(batch, best, most, unread, rates), None
@@ -187,10 +179,14 @@ class Controller:
             settled = (batch, best) == (held.batch, held.budget) and self._knows_longer(best, most)
             self._hold = min(2 * self._hold, longest) if settled else _HOLD
             # Asking costs as well: not before the next look can be afforded.
-            hold = self._hold if best else max(self._hold, min(self._unaffordable, _LONGEST_HOLD))
+            hold = (
+                (_HOLD if self._parts.looking else self._hold)
+                if best
+                else max(self._hold, min(self._unaffordable, _LONGEST_HOLD))
+            )
             self._held = Settled(batch, most, best, self._rounds + hold, rates)
             return DraftBudget(best, batch)
-        self._look = _Look(rates[best], longer is not None)
+        self._look = Look(rates[best], longer is not None)
         return other
 
     def _hopeful(self, rates: Sequence[float], least: int = 0) -> int:
@@ -243,6 +239,7 @@ class Controller:
         self._opening.observe(found.budget, found.drafts)
         if found.budget > 0:
             self._gains.add(found.budget, found.drafts)
+            self._parts.add((found,))
             if found.unread and found.drafts:
                 usual = self._times.drafting(len(found.drafts), found.budget, found.asked)
                 self._reads.append(max(0.0, found.draft_seconds - usual) / found.unread)

@@ -81,9 +81,11 @@ class Times:
     times are kept in seconds of a machine of one pace; how slow it is now follows from forwards that were seen before.
 
     widths  what a forward takes by its rows, in forwards of one row, where it was measured: rather than a prior's.
+    limits  by the drafters asked, the most tokens of a draft, whatever its budget; who knows them keeps them here.
     """
 
     def __init__(self, prior: Prior | None = None, widths: Mapping[int, float] = NOTHING_KNOWN) -> None:
+        self.limits: dict[int, int] = {}
         self._target = Curve.of(widths or (prior.widths if prior is not None else {}))
         # By the drafters asked, and then by the requests drafted for; how often so many were asked.
         self._draft: dict[int, dict[int, Curve]] = {}
@@ -113,16 +115,25 @@ class Times:
     def drafting(self, requests: int, budget: int, asked: int | None = None) -> float:
         """Of drafts of at most so many tokens for so many requests, of so many drafters asked (None: as it is seen)."""
         if asked in self._draft:
-            return self._pace * _nearest(self._draft[asked], requests).at(budget)
+            return self._pace * _nearest(self._draft[asked], requests).at(self._limited(asked, budget))
         return self.draftings(requests, budget)[budget]
+
+    def unlimited(self, asked: int, most: int) -> list[float]:
+        """Of drafts of at most 0, 1, … `most` tokens for one request, of so many drafters asked, without a limit."""
+        return [self._pace * seconds for seconds in _nearest(self._draft[asked], 1).along(range(most + 1))]
+
+    def _limited(self, asked: int, budget: int) -> int:
+        return min(budget, self.limits.get(asked, budget))
 
     def draftings(self, requests: int, most: int) -> list[float]:
         """The same for drafts of at most 0, 1, … `most` tokens; 0 where nothing is known."""
         found, all_asked = [0.0] * (most + 1), sum(self._asked.values())
         for asked, by_requests in self._draft.items():
             share = self._pace * self._asked[asked] / all_asked
-            for budget, seconds in enumerate(_nearest(by_requests, requests).along(range(most + 1))):
-                found[budget] += share * seconds
+            budgets = range(self._limited(asked, most) + 1)
+            took = _nearest(by_requests, requests).along(budgets)
+            for budget in range(most + 1):
+                found[budget] += share * took[min(budget, budgets[-1])]
         return found
 
     def drafts(self, budget: int) -> int:
@@ -170,7 +181,7 @@ class Times:
         for known in self._asked:
             self._asked[known] *= _FADE_ASKED ** len(seconds)
         self._asked[asked] = self._asked.get(asked, 0.0) + len(seconds)
-        by_requests = self._draft.setdefault(asked, {})
+        by_requests, budget = self._draft.setdefault(asked, {}), self._limited(asked, budget)
         if requests not in by_requests:
             by_requests[requests] = Curve.of({0: 0.0})
         by_requests[requests].add(budget, *(one / self._pace for one in seconds))

@@ -8,6 +8,7 @@ was expected, γ is chosen anew at once.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 from runtime.speculative.measured import Round
 
@@ -16,6 +17,23 @@ from runtime.speculative.measured import Round
 TOGETHER, _SURPRISE = 16, 3.3
 # A choice whose time is over still holds for so many rounds of a text that ends.
 _ENDING = 8
+
+
+class DraftBudget(NamedTuple):
+    """γ of a round, and for how many of its requests: a probe drafts for one, which tells as much and costs less."""
+
+    budget: int
+    requests: int
+
+
+class Look(NamedTuple):
+    """A round of what does not look best.
+
+    rate    what it gives up, in tokens per second; longer: its drafts are longer than those that look best.
+    """
+
+    rate: float
+    longer: bool
 
 
 @dataclass(eq=False)
