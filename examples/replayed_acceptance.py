@@ -6,7 +6,7 @@
 A target of random weights and a block drafter of random weights, which runs and is paid for; its tokens are replaced by
 the target's own with the acceptance that was asked for. DSpark's paper (2607.05147, table 1: Qwen3-4B, 7 tokens) gives
 tokens a round, 5.12 on code and 3.49 in chat on average, and not acceptance by position: the same at each position is
-taken, that which makes these means. All ways of decoding take their turn in each round, in one cache, and each place of
+taken, that which makes these means. All ways of decoding take their turn at each text, in one cache, and each place of
 a text is drafted right or wrong alike in all of them.
 
 γ is chosen by a controller that stays from round to round ("chosen"), and by new ones, for which each round's texts are
@@ -83,36 +83,37 @@ def usual_times(ways: "Sequence[Way]") -> "dict[tuple[bool, int], float]":
     return {kind: median(times) for kind, times in found.items()}
 
 
-def decode(
-    decoder: "Decoder", cache: "Cache", way: Way, prompts: "Sequence[Sequence[int]]", new_tokens: int
-) -> "Metrics":
-    """All texts one after the other; adds their rounds to the way's, and returns what was counted."""
+def decode(decoder: "Decoder", cache: "Cache", way: Way, number: int, prompt: "Sequence[int]", most: int) -> "Metrics":
+    """The text of this number, of `most` tokens; adds its rounds to the way's last, and returns what was counted."""
     from runtime.engine.engine import Engine
-    from runtime.engine.metrics import Metrics, total
+    from runtime.engine.metrics import Metrics
     from runtime.sampling.params import Sampling
     from runtime.speculative.draft import Request
     from runtime.speculative.wanted import Wanted
 
-    counts, rounds = [], []
+    engine = Engine(decoder, way.drafter, way.draft_length, "coupled", cache)
+    request = Request(number, list(prompt), len(prompt), Sampling(), most, wanted=Wanted(rounds=True))
+    counts = Metrics()
+    engine.add(request, counts)
+    while engine.busy:
+        engine.step()
+    way.rounds[-1] += request.found.rounds
+    return counts
+
+
+def all_texts(
+    decoder: "Decoder", cache: "Cache", ways: "Mapping[str, Way]", prompts: "Sequence[Sequence[int]]", new_tokens: int
+) -> "dict[str, Metrics]":
+    """A round: each text by all ways in turns, so that a minute in which the machine is slow is slow for all."""
+    from runtime.engine.metrics import Metrics, total
+
+    counts: dict[str, list[Metrics]] = {name: [] for name in ways}
+    for way in ways.values():
+        way.rounds.append([])
     for number, prompt in enumerate(prompts):
-        engine = Engine(decoder, way.drafter, way.draft_length, "coupled", cache)
-        request = Request(number, list(prompt), len(prompt), Sampling(), new_tokens, wanted=Wanted(rounds=True))
-        counts.append(Metrics())
-        engine.add(request, counts[-1])
-        while engine.busy:
-            engine.step()
-        rounds += request.found.rounds
-    way.rounds.append(rounds)
-    return total(counts)
-
-
-def rate_of(tokens: float, length: int) -> float:
-    """Acceptance p of each of `length` tokens, where a round gains 1 + p + p² + … tokens: bisection."""
-    low, high = 0.0, 1.0
-    while high - low > 1e-6:
-        middle = (low + high) / 2
-        low, high = (middle, high) if sum(middle**i for i in range(length + 1)) < tokens else (low, middle)
-    return low
+        for name, way in ways.items() if number % 2 else reversed(ways.items()):
+            counts[name].append(decode(decoder, cache, way, number, prompt, new_tokens))
+    return {name: total(each) for name, each in counts.items()}
 
 
 def report_of(fixed: "Metrics", plain: "Metrics", widths: "Mapping[int, float]") -> "Prior":
@@ -151,17 +152,16 @@ def measured(
         ways = {"plain": Way(NoDrafter(), 0)}
         ways |= {f"γ = {length}": Way(drafter, length) for length in fixed}
         ways |= {name: Way(drafter, Controller()) for name in (CHOSEN, NEW, COSTS, REPORT)}
-        counts = {name: decode(model.decoder, cache, way, prompts, new_tokens) for name, way in ways.items()}
+        counts = all_texts(model.decoder, cache, ways, prompts, new_tokens)
         widths = first_costs(model, items[0].tokens)
         prior = report_of(counts[f"γ = {fixed[-1]}"], counts["plain"], widths)
         for way in ways.values():
             way.rounds.clear()
-        for number in range(rounds):
+        for _ in range(rounds):
             ways[NEW].draft_length = Controller()
             ways[COSTS].draft_length = Controller(widths=widths)
             ways[REPORT].draft_length = Controller(prior=prior)
-            for way in ways.values() if number % 2 else reversed(ways.values()):
-                decode(model.decoder, cache, way, prompts, new_tokens)
+            all_texts(model.decoder, cache, ways, prompts, new_tokens)
         found[kind] = ways
     return found
 

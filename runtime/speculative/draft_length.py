@@ -35,8 +35,9 @@ _REPEATS = 8
 # as a quarter of a small model's forward. Not drafting is looked at again sooner: few looks decide it.
 _HOLD, _LONGEST_HOLD, _LONGEST_REST = 4, 256, 64
 # A choice stays where another one promises hardly more: around the best γ rates are flat, and its neighbours look best
-# by turns, so that it would be chosen anew every few rounds.
-_HARDLY = 0.01
+# by turns, so that it would be chosen anew every few rounds. One that promises little more holds for half as long as
+# the one before it, not for as few rounds as a first one.
+_HARDLY, _LITTLE = 0.01, 0.05
 
 
 class Controller:
@@ -177,7 +178,8 @@ class Controller:
         if other is None:
             longest = _LONGEST_HOLD if best else _LONGEST_REST
             settled = (batch, best) == (held.batch, held.budget) and self._knows_longer(best, most)
-            self._hold = min(2 * self._hold, longest) if settled else _HOLD
+            near = batch == held.batch and 0 < held.budget <= most and rates[held.budget] >= (1 - _LITTLE) * rates[best]
+            self._hold = min(2 * self._hold, longest) if settled else max(_HOLD, self._hold // 2) if near else _HOLD
             # Asking costs as well: not before the next look can be afforded.
             hold = (
                 (_HOLD if self._parts.looking else self._hold)

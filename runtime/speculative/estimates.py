@@ -221,12 +221,11 @@ class Tree(Counts):
 
 
 def _beyond(counts: Sequence[int], most: int) -> list[int]:
-    """How many of these are above 0, 1, … `most` − 1."""
-    found = [0] * most
+    """How many of these, which are 0 to `most`, are above 0, 1, … `most` − 1."""
+    found = [0] * (most + 1)
     for count in counts:
-        if count:
-            found[min(count, most) - 1] += 1
-    return [*accumulate(reversed(found))][::-1]
+        found[count] += 1
+    return [*accumulate(reversed(found[1:]))][::-1]
 
 
 def _adds(node: int) -> float:

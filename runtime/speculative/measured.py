@@ -162,7 +162,7 @@ class Times:
         others = sorted(seconds)
         middle = others.pop(len(others) // 2)
         self.add_target(width, middle, len(seconds))  # the pace is what the middle one says
-        self._target.add(width, *(one / self._pace for one in others))
+        self._target.add(width, *[one / self._pace for one in others])
 
     def add_target(self, width: int, seconds: float, forwards: int = 1) -> None:
         """Takes in a forward, or what each of so many took."""
@@ -184,7 +184,7 @@ class Times:
         by_requests, budget = self._draft.setdefault(asked, {}), self._limited(asked, budget)
         if requests not in by_requests:
             by_requests[requests] = Curve.of({0: 0.0})
-        by_requests[requests].add(budget, *(one / self._pace for one in seconds))
+        by_requests[requests].add(budget, *[one / self._pace for one in seconds])
 
     def _measure(self, unit: float) -> None:
         """What was known before becomes seconds."""
@@ -216,12 +216,12 @@ class Gains:
         """Takes in the drafts of at most `budget` tokens of so many rounds."""
         for counts in (self._chain, self._tree, self._lengths):
             counts.fade(rounds)
-        self._trees = self._trees or not all(draft.chain for draft in drafts)
-        self._lengths.add(budget, *(draft.drafted for draft in drafts))
+        self._trees = self._trees or False in [draft.chain for draft in drafts]
+        self._lengths.add(budget, *[draft.drafted for draft in drafts])
         if self._trees:
-            self._tree.add(budget, *(range(draft.accepted) if draft.chain else draft.path for draft in drafts))
+            self._tree.add(budget, *[range(draft.accepted) if draft.chain else draft.path for draft in drafts])
         else:
-            self._chain.add(budget, *(draft.accepted for draft in drafts))
+            self._chain.add(budget, *[draft.accepted for draft in drafts])
 
     def tokens(self, most: int) -> list[float]:
         """Accepted tokens that can be expected for γ = 0, 1, … `most`."""
