@@ -101,6 +101,15 @@ def decode(decoder: "Decoder", cache: "Cache", way: Way, number: int, prompt: "S
     return counts
 
 
+def rate_of(tokens: float, length: int) -> float:
+    """Acceptance p of each of `length` tokens, where a round gains 1 + p + p² + … tokens: bisection."""
+    low, high = 0.0, 1.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(middle**i for i in range(length + 1)) < tokens else (low, middle)
+    return low
+
+
 def all_texts(
     decoder: "Decoder", cache: "Cache", ways: "Mapping[str, Way]", prompts: "Sequence[Sequence[int]]", new_tokens: int
 ) -> "dict[str, Metrics]":
