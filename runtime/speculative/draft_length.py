@@ -32,11 +32,11 @@ _RESTED = 9
 # A look that found nothing to draft is repeated so often: it has cost nothing, and told nothing of what drafts bring.
 _REPEATS = 8
 # A choice holds for so many rounds at first, and twice as long each time that it is made again: choosing takes as long
-# as a quarter of a small model's forward. Not drafting is looked at again sooner: few looks decide it.
-_HOLD, _LONGEST_HOLD, _LONGEST_REST = 4, 256, 64
+# as a quarter of a small model's forward. Not drafting is looked at again sooner, for few looks decide it; so are
+# longer drafts until some were seen.
+_HOLD, _LONGEST_HOLD, _LONGEST_REST, _LONGEST_UNSEEN = 4, 256, 64, 32
 # A choice stays where another one promises hardly more: around the best γ rates are flat, and its neighbours look best
-# by turns, so that it would be chosen anew every few rounds. One that promises little more holds for half as long as
-# the one before it, not for as few rounds as a first one.
+# by turns. One that promises little more holds for half as long as the one before it.
 _HARDLY, _LITTLE = 0.01, 0.05
 
 
@@ -176,16 +176,15 @@ class Controller:
         if other is None:
             other = longer = self._longer(batch, best, rates)
         if other is None:
-            longest = _LONGEST_HOLD if best else _LONGEST_REST
-            settled = (batch, best) == (held.batch, held.budget) and self._knows_longer(best, most)
+            longest = _LONGEST_REST if best == 0 else self._longest(best, most)
+            settled = (batch, best) == (held.batch, held.budget)
             near = batch == held.batch and 0 < held.budget <= most and rates[held.budget] >= (1 - _LITTLE) * rates[best]
-            self._hold = min(2 * self._hold, longest) if settled else max(_HOLD, self._hold // 2) if near else _HOLD
-            # Asking costs as well: not before the next look can be afforded.
-            hold = (
-                (_HOLD if self._parts.looking else self._hold)
-                if best
-                else max(self._hold, min(self._unaffordable, _LONGEST_HOLD))
-            )
+            hold = 2 * self._hold if settled else self._hold // 2 if near else _HOLD
+            self._hold = hold = max(_HOLD, min(hold, longest))
+            if best == 0:  # asking costs as well: not before the next look can be afforded
+                hold = max(hold, min(self._unaffordable, _LONGEST_HOLD))
+            elif self._parts.looking:
+                hold = _HOLD
             self._held = Settled(batch, most, best, self._rounds + hold, rates)
             return DraftBudget(best, batch)
         self._look = Look(rates[best], longer is not None)
@@ -330,10 +329,11 @@ class Controller:
         self._longer_at = self._rounds
         return DraftBudget(longer, batch)
 
-    def _knows_longer(self, best: int, most: int) -> bool:
-        """Whether drafts a third longer than those that look best have been looked at often enough."""
-        longer = min(_longer_than(best), most)
-        return longer == best or self._times.drafts(longer) >= _LOOKS
+    def _longest(self, best: int, most: int) -> int:
+        """For how many rounds drafts may be chosen: until drafts a third longer were looked at often enough for few."""
+        if (longer := min(_longer_than(best), most)) == best or self._times.drafts(longer) >= _LOOKS:
+            return _LONGEST_HOLD
+        return _LONGEST_UNSEEN if self._opening.drafts >= _HOPEFUL else _HOLD
 
 
 def _longer_than(budget: int) -> int:
