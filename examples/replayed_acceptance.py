@@ -111,7 +111,7 @@ def rate_of(tokens: float, length: int) -> float:
 
 
 def all_texts(
-    decoder: "Decoder", cache: "Cache", ways: "Mapping[str, Way]", prompts: "Sequence[Sequence[int]]", new_tokens: int
+    decoder: "Decoder", cache: "Cache", ways: "dict[str, Way]", prompts: "Sequence[Sequence[int]]", new_tokens: int
 ) -> "dict[str, Metrics]":
     """A round: each text by all ways in turns, so that a minute in which the machine is slow is slow for all."""
     from runtime.engine.metrics import Metrics, total
