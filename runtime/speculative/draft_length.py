@@ -34,7 +34,7 @@ _REPEATS = 8
 # A choice holds for so many rounds at first, and twice as long each time that it is made again: choosing takes as long
 # as a quarter of a small model's forward. Not drafting is looked at again sooner, for few looks decide it; so are
 # longer drafts until some were seen.
-_HOLD, _LONGEST_HOLD, _LONGEST_REST, _LONGEST_UNSEEN = 4, 256, 64, 32
+_HOLD, _LONGEST_HOLD, _LONGEST_REST, _LONGEST_UNSEEN = 4, 256, 64, 16
 # A choice stays where another one promises hardly more: around the best γ rates are flat, and its neighbours look best
 # by turns. One that promises little more holds for half as long as the one before it.
 _HARDLY, _LITTLE = 0.01, 0.05
