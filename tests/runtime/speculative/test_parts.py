@@ -55,11 +55,12 @@ def best_of(p: float, step: float) -> float:
 def test_whoever_is_asked_second_drafts_as_long_as_pays(p: float, step: float, pays: bool) -> None:
     controller = Controller()
     gained = [chain(controller, 1200, p, step, seed) for seed in range(3)]
-    assert gained[-1][0] > 0.95 * best_of(p, step)
+    assert np.mean([rate for rate, _ in gained[1:]]) > 0.93 * best_of(p, step)
+    later = gained[1][1] + gained[2][1]
     # One that does not pay is asked now and then, with drafts that tell something.
-    assert len(gained[-1][1]) > 500 if pays else 3 < len(gained[-1][1]) < 60
-    assert pays or max(gained[-1][1]) <= 4
-    assert pays == (np.median(gained[-1][1]) in range(2, 9) and controller.limits[2] > 0)
+    assert len(later) > 1000 if pays else 2 <= len(later) < 100
+    assert pays or max(later) <= 4
+    assert pays == (np.median(later) in range(2, 9) and controller.limits[2] > 0)
 
 
 def test_one_that_becomes_good_is_asked_again() -> None:
