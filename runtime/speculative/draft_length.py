@@ -36,8 +36,8 @@ _REPEATS = 8
 # longer drafts until some were seen.
 _HOLD, _LONGEST_HOLD, _LONGEST_REST, _LONGEST_UNSEEN = 4, 256, 64, 16
 # A choice stays where another one promises hardly more: around the best γ rates are flat, and its neighbours look best
-# by turns. One that promises little more holds for half as long as the one before it.
-_HARDLY, _LITTLE = 0.01, 0.05
+# by turns.
+_HARDLY = 0.01
 
 
 class Controller:
@@ -178,8 +178,7 @@ class Controller:
         if other is None:
             longest = _LONGEST_REST if best == 0 else self._longest(best, most)
             settled = (batch, best) == (held.batch, held.budget)
-            near = batch == held.batch and 0 < held.budget <= most and rates[held.budget] >= (1 - _LITTLE) * rates[best]
-            hold = 2 * self._hold if settled else self._hold // 2 if near else _HOLD
+            hold = 2 * self._hold if settled else _HOLD
             self._hold = hold = max(_HOLD, min(hold, longest))
             if best == 0:  # asking costs as well: not before the next look can be afforded
                 hold = max(hold, min(self._unaffordable, _LONGEST_HOLD))
