@@ -1,18 +1,25 @@
 """What a block drafter of published acceptance gains here, and how near the chosen γ comes to the best fixed one.
 
     python examples/replayed_acceptance.py --shape qwen3-4b
-    python examples/replayed_acceptance.py --shape tinyllama-tenth --texts 2 --new-tokens 64
+    python examples/replayed_acceptance.py --shape qwen3-4b --layers 6 --texts 16 --new-tokens 192
 
 A target of random weights and a block drafter of random weights, which runs and is paid for; its tokens are replaced by
 the target's own with the acceptance that was asked for. DSpark's paper (2607.05147, table 1: Qwen3-4B, 7 tokens) gives
 tokens a round, 5.12 on code and 3.49 in chat on average, and not acceptance by position: the same at each position is
-taken, that which makes these means. All ways of decoding take their turn in each round, in one cache.
+taken, that which makes these means. All ways of decoding take their turn at each text, in one cache, and each place of
+a text is drafted right or wrong alike in all of them.
 
 γ is chosen by a controller that stays from round to round ("chosen"), and by new ones, for which each round's texts are
 the first: of which nothing is known, that begin with what rows cost, as `serve` does, and that know the drafter as a
 run's report does. What these know was measured in the round before those that count.
+
+How near a way comes to the best fixed γ is said three times: by the clock; at what rounds of as many drafted tokens
+usually take, the middle one of all ways' (a machine that others use is slow for whom it happens to be); and by tokens a
+round alone. Prompts do not count.
 """
 
+from collections import defaultdict
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -23,14 +30,75 @@ import typer
 from runtime.cli import without_traceback
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from runtime.bench.speculate import Way
+    from runtime.contract import Cache, Decoder
+    from runtime.engine.metrics import Metrics
+    from runtime.speculative.draft import Drafter
+    from runtime.speculative.draft_length import Controller
     from runtime.speculative.measured import Prior
+    from runtime.speculative.wanted import RoundEvent
 
 TEXTS = {"code": 5.12, "chat": 3.49}
 CHOSEN, NEW, COSTS, REPORT = "chosen", "first texts", "first, costs known", "first, report known"
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@dataclass
+class Way:
+    """A way of decoding: γ or who chooses it, and of each round of all texts what its own rounds were."""
+
+    drafter: "Drafter"
+    draft_length: "int | Controller"
+    rounds: "list[list[RoundEvent]]" = field(default_factory=list)
+
+    def speeds(self) -> list[float]:
+        """Tokens per millisecond by the clock, round by round."""
+        return [sum(len(one.gained) for one in each) / sum(one.milliseconds for one in each) for each in self.rounds]
+
+    @property
+    def tokens(self) -> float:
+        """Tokens a round."""
+        gained = [len(one.gained) for each in self.rounds for one in each]
+        return sum(gained) / len(gained)
+
+    def usual_speed(self, usual: "Mapping[tuple[bool, int], float]") -> float:
+        """Tokens per millisecond, if each round takes what rounds like it usually take."""
+        every = [one for each in self.rounds for one in each]
+        return sum(len(one.gained) for one in every) / sum(usual[kind_of(one)] for one in every)
+
+
+def kind_of(one: "RoundEvent") -> tuple[bool, int]:
+    """What its time depends on: whether the drafter was asked, and how many tokens it drafted."""
+    return bool(one.drafter), len(one.tokens)
+
+
+def usual_times(ways: "Sequence[Way]") -> "dict[tuple[bool, int], float]":
+    """Milliseconds of the middle one of all rounds of a kind."""
+    found: dict[tuple[bool, int], list[float]] = defaultdict(list)
+    for way in ways:
+        for each in way.rounds:
+            for one in each:
+                found[kind_of(one)].append(one.milliseconds)
+    return {kind: median(times) for kind, times in found.items()}
+
+
+def decode(decoder: "Decoder", cache: "Cache", way: Way, number: int, prompt: "Sequence[int]", most: int) -> "Metrics":
+    """The text of this number, of `most` tokens; adds its rounds to the way's last, and returns what was counted."""
+    from runtime.engine.engine import Engine
+    from runtime.engine.metrics import Metrics
+    from runtime.sampling.params import Sampling
+    from runtime.speculative.draft import Request
+    from runtime.speculative.wanted import Wanted
+
+    engine = Engine(decoder, way.drafter, way.draft_length, "coupled", cache)
+    request = Request(number, list(prompt), len(prompt), Sampling(), most, wanted=Wanted(rounds=True))
+    counts = Metrics()
+    engine.add(request, counts)
+    while engine.busy:
+        engine.step()
+    way.rounds[-1] += request.found.rounds
+    return counts
 
 
 def rate_of(tokens: float, length: int) -> float:
@@ -42,26 +110,39 @@ def rate_of(tokens: float, length: int) -> float:
     return low
 
 
-def report_of(fixed: "Way", plain: "Way", widths: "Mapping[int, float]") -> "Prior":
-    """What a run's report would say of the drafter, from passes of one γ and without drafts."""
+def all_texts(
+    decoder: "Decoder", cache: "Cache", ways: "dict[str, Way]", prompts: "Sequence[Sequence[int]]", new_tokens: int
+) -> "dict[str, Metrics]":
+    """A round: each text by all ways in turns, so that a minute in which the machine is slow is slow for all."""
+    from runtime.engine.metrics import Metrics, total
+
+    counts: dict[str, list[Metrics]] = {name: [] for name in ways}
+    for way in ways.values():
+        way.rounds.append([])
+    for number, prompt in enumerate(prompts):
+        for name, way in ways.items() if number % 2 else reversed(ways.items()):
+            counts[name].append(decode(decoder, cache, way, number, prompt, new_tokens))
+    return {name: total(each) for name, each in counts.items()}
+
+
+def report_of(fixed: "Metrics", plain: "Metrics", widths: "Mapping[int, float]") -> "Prior":
+    """What a run's report would say of the drafter, from texts of one γ and without drafts."""
     from runtime.speculative.measured import Prior
 
-    counts, step = fixed.counts, plain.counts.step_seconds
-    assert counts.drafted and step is not None
-    length = max(1, round(counts.drafted / counts.rounds))
-    drafting = counts.draft_seconds / counts.rounds / step
-    return Prior(tuple(counts.accepted_by_position), length, drafting, widths)
+    step = plain.step_seconds
+    assert fixed.drafted and step is not None
+    length = max(1, round(fixed.drafted / fixed.rounds))
+    drafting = fixed.draft_seconds / fixed.rounds / step
+    return Prior(tuple(fixed.accepted_by_position), length, drafting, widths)
 
 
 def measured(
     folder: Path, texts: int, new_tokens: int, rounds: int, fixed: list[int], threads: int | None
-) -> dict[str, dict[str, tuple[list[float], float]]]:
-    """By kind of text and way of decoding (plain, chosen, γ): tokens per second of each round, and tokens a round."""
-    from dataclasses import replace
-
+) -> dict[str, dict[str, Way]]:
+    """By kind of text and name (plain, chosen, γ) the ways of decoding, and their rounds."""
     from runtime.bench.jobs import plain_texts, random_items
     from runtime.bench.replay import LENGTH, ReplayedDrafter, random_network
-    from runtime.bench.speculate import Job, Way, run_once
+    from runtime.bench.speculate import Job
     from runtime.model.load import load
     from runtime.sampling.params import Sampling
     from runtime.speculative.costs import first_costs
@@ -71,27 +152,26 @@ def measured(
 
     model = load(folder, threads=threads)
     items = random_items(model.decoder.vocab_size, texts, 0)
+    prompts = [item.tokens for item in items]
     job = Job(model.decoder, NoDrafter(), items, new_tokens, 1, Sampling(), "coupled", None)
     known, block, cache = plain_texts(job), BlockDrafter(random_network(model)), model.decoder.new_cache()
-    found: dict[str, dict[str, tuple[list[float], float]]] = {}
+    found: dict[str, dict[str, Way]] = {}
     for kind, tokens in TEXTS.items():
         drafter = ReplayedDrafter(block, known, (rate_of(tokens, LENGTH),), model.decoder.vocab_size)
-        ways = {"plain": Way(NoDrafter(), 0, cache)}
-        ways |= {f"γ = {length}": Way(drafter, length, cache) for length in fixed}
-        ways |= {name: Way(drafter, Controller(), cache) for name in (CHOSEN, NEW, COSTS, REPORT)}
-        for way in ways.values():
-            way.passes.append(run_once(replace(job, drafter=way.drafter), way))
+        ways = {"plain": Way(NoDrafter(), 0)}
+        ways |= {f"γ = {length}": Way(drafter, length) for length in fixed}
+        ways |= {name: Way(drafter, Controller()) for name in (CHOSEN, NEW, COSTS, REPORT)}
+        counts = all_texts(model.decoder, cache, ways, prompts, new_tokens)
         widths = first_costs(model, items[0].tokens)
-        prior = report_of(ways[f"γ = {fixed[-1]}"], ways["plain"], widths)
+        prior = report_of(counts[f"γ = {fixed[-1]}"], counts["plain"], widths)
         for way in ways.values():
-            way.passes.clear()
-        for number in range(rounds):
+            way.rounds.clear()
+        for _ in range(rounds):
             ways[NEW].draft_length = Controller()
             ways[COSTS].draft_length = Controller(widths=widths)
             ways[REPORT].draft_length = Controller(prior=prior)
-            for way in ways.values() if number % 2 else reversed(ways.values()):
-                way.passes.append(run_once(replace(job, drafter=way.drafter), way))
-        found[kind] = {name: (way.tokens_per_second, way.counts.tokens_per_round or 1.0) for name, way in ways.items()}
+            all_texts(model.decoder, cache, ways, prompts, new_tokens)
+        found[kind] = ways
     return found
 
 
@@ -121,15 +201,16 @@ def main(
         path = write_shape(shape, scheme, Path(folder) / shape, layers=layers)
         lengths = [int(length) for length in fixed.split(",")]
         found = measured(path, texts, new_tokens, rounds, lengths, threads)
-        ways = [name for name in next(iter(found.values())) if name != "plain"]
-        table = Table("text", "way", "over plain decoding", "tokens a round", "over the best fixed")
-        for kind, measures in found.items():
-            speeds = {name: speed for name, (speed, _) in measures.items()}
-            gains = {name: over(speeds[name], speeds["plain"]) for name in ways}
-            best = max((name for name in ways if name.startswith("γ")), key=gains.__getitem__)
-            for name in ways:
-                near = f"{over(speeds[name], speeds[best]):.3f}"
-                table.add_row(kind, name, f"{gains[name]:.2f} ×", f"{measures[name][1]:.2f}", near)
+        table = Table("text", "way", "over plain", "tokens a round", "over the best fixed", "usual times", "by tokens")
+        for kind, ways in found.items():
+            usual, plain = usual_times(list(ways.values())), ways.pop("plain").speeds()
+            best = max(
+                (way for name, way in ways.items() if name.startswith("γ")), key=lambda one: one.usual_speed(usual)
+            )
+            for name, way in ways.items():
+                near = over(way.speeds(), best.speeds()), way.usual_speed(usual) / best.usual_speed(usual)
+                ratios = [f"{ratio:.3f}" for ratio in (*near, way.tokens / best.tokens)]
+                table.add_row(kind, name, f"{over(way.speeds(), plain):.2f} ×", f"{way.tokens:.2f}", *ratios)
         Console().print(table)
 
 

@@ -5,14 +5,16 @@
 
 All of the engine and of the decoder's Python runs; only the native forward gives logits of zeros at once. On a model
 whose forward takes a fifth of a millisecond these microseconds are felt. The ways take turns, and of each way's rounds
-the least decile is what they take while nothing else disturbs them.
+the least decile is what they take while nothing else disturbs them. Of a γ that is chosen some rounds cost more than
+others: the mean, of processor time, has them all.
 """
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Annotated, Any
 from unittest.mock import patch
 
@@ -28,6 +30,14 @@ if TYPE_CHECKING:
 PAIR = Path(__file__).parent / "pair"
 PROMPT = 64
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True)
+class Took:
+    """Microseconds: of each round, and by turn the mean of processor time."""
+
+    rounds: list[float] = field(default_factory=list)
+    means: list[float] = field(default_factory=list)
 
 
 def half_right() -> "Drafter":
@@ -54,10 +64,10 @@ def empty_forward(vocab_size: int) -> Callable[..., None]:
     return forward
 
 
-def rounds(
-    decoder: "Decoder", cache: "Cache", drafter: "Drafter", draft_length: "int | Controller", count: int
-) -> list[float]:
-    """Microseconds of so many rounds of one request, after its prompt."""
+def run(
+    decoder: "Decoder", cache: "Cache", drafter: "Drafter", draft_length: "int | Controller", count: int, took: Took
+) -> None:
+    """Adds so many rounds of one request, after its prompt."""
     from runtime.engine.engine import Engine
     from runtime.engine.metrics import Metrics
     from runtime.sampling.params import Sampling
@@ -66,17 +76,22 @@ def rounds(
     engine = Engine(decoder, drafter, draft_length, "coupled", cache)
     engine.add(Request(0, [0] * PROMPT, PROMPT, Sampling(), 5 * count + PROMPT), Metrics())
     engine.step()
-    took = []
     for _ in range(count):
         began = perf_counter()
         engine.step()
-        took.append(1e6 * (perf_counter() - began))
+        took.rounds.append(1e6 * (perf_counter() - began))
     engine.close()
-    return took
+    engine.add(Request(0, [0] * PROMPT, PROMPT, Sampling(), 5 * count + PROMPT), Metrics())
+    engine.step()
+    began = process_time()
+    for _ in range(count):
+        engine.step()
+    took.means.append(1e6 * (process_time() - began) / count)
+    engine.close()
 
 
-def measured(target: str, count: int, turns: int) -> dict[str, list[float]]:
-    """Microseconds of rounds by the way of decoding. Raises UserError for a target that other kernels run."""
+def measured(target: str, count: int, turns: int) -> dict[str, Took]:
+    """What rounds take by the way of decoding. Raises UserError for a target that other kernels run."""
     from runtime.errors import UserError
     from runtime.model.load import load
     from runtime.model.native import NativeDecoder
@@ -93,18 +108,18 @@ def measured(target: str, count: int, turns: int) -> dict[str, list[float]]:
         "4 drafted, 2 accepted": (half_right(), 4),
         "the same, γ chosen": (half_right(), chosen),
     }
-    took: dict[str, list[float]] = {name: [] for name in ways}
+    took = {name: Took() for name in ways}
     with patch.object(require(), "specpress_forward", empty_forward(decoder.vocab_size)):
         for turn in range(turns):
             for name, (drafter, draft_length) in ways.items() if turn % 2 else reversed(ways.items()):
-                took[name] += rounds(decoder, cache, drafter, draft_length, count)
+                run(decoder, cache, drafter, draft_length, count, took[name])
     return took
 
 
 @app.command()
 def main(
     target: Annotated[str, typer.Option(help="A model directory, a run folder, or a hub name.")] = str(PAIR / "target"),
-    count: Annotated[int, typer.Option(help="Rounds of a turn.", min=10)] = 400,
+    count: Annotated[int, typer.Option(help="Rounds of a turn, which are run twice.", min=10)] = 400,
     turns: Annotated[int, typer.Option(help="Turns of each way.", min=1)] = 10,
 ) -> None:
     """Prints what a round takes without its forward's arithmetic."""
@@ -112,9 +127,10 @@ def main(
     from rich.table import Table
 
     with without_traceback():
-        table = Table("rounds", "least decile, µs", "median, µs")
+        table = Table("rounds", "least decile, µs", "median, µs", "mean, µs")
         for name, took in measured(target, count, turns).items():
-            table.add_row(name, f"{quantiles(took, n=10)[0]:.1f}", f"{median(took):.1f}")
+            least, middle, mean = quantiles(took.rounds, n=10)[0], median(took.rounds), median(took.means)
+            table.add_row(name, f"{least:.1f}", f"{middle:.1f}", f"{mean:.1f}")
         Console().print(table)
 
 

@@ -54,9 +54,10 @@ class ReplayedDrafter:
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         """See Drafter."""
+        budgets = [min(budget, self.length) for budget in budgets]
         drafts = self.block.propose(requests, budgets)
         return [
-            self._replayed(request, min(budget, self.length)) if budget else draft
+            self._replayed(request, budget) if budget else draft
             for request, budget, draft in zip(requests, budgets, drafts, strict=True)
         ]
 
@@ -72,10 +73,11 @@ class ReplayedDrafter:
         text = self.known.get(tuple(request.tokens[: request.prompt_length]), ())
         first = len(request.new_tokens)
         ahead = list(text[first : first + length])
-        # A round of its own for each place of the text: whoever comes there draws the same.
-        draws = uniforms(request.id << 32 | self.seed, len(request.tokens), Stream.DRAFT, max(1, len(ahead)))
+        # Each place of a text has its luck, in whatever draft it comes: drafts of any length, which begin at other
+        # places, are compared by the same. Within one way of decoding no place is drafted again once it was refused.
+        draws = uniforms(request.id << 32 | self.seed, request.prompt_length, Stream.DRAFT, 1 + first + len(ahead))
         for place, token in enumerate(ahead):
-            if draws[place] >= self.rates[min(place, len(self.rates) - 1)]:
+            if draws[first + place] >= self.rates[min(place, len(self.rates) - 1)]:
                 ahead[place] = (token + 1) % self.vocab_size
         return Draft.chain(ahead)
 

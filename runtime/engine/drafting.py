@@ -141,12 +141,12 @@ class Drafters:
     ) -> tuple[list[Draft], dict[Proposer, float]]:
         drafts = [NO_DRAFT] * len(batch)
         asked: dict[Proposer, list[int]] = {}
+        seconds: dict[Proposer, float] = {}
         for i, part in enumerate(batch):
             if part.budget > 0 and part.state.forced:
                 drafts[i] = Draft.chain(list(part.state.forced))
             elif part.budget > 0:
                 asked.setdefault(part.state.proposer, []).append(i)
-        seconds: dict[Proposer, float] = {}
         for proposer, places in asked.items():
             if proposer.weighing and proposer.controller is not None and proposer.controller.worth is not None:
                 for weighing in proposer.weighing:
@@ -289,6 +289,16 @@ def _budgets(proposer: Proposer, states: Sequence[RequestState], alone: bool) ->
     proposer.resting = controller is not None and controller.resting(len(states))
     if proposer.most == 0 or proposer.resting:
         return {state.number: 0 for state in states}
+    if len(states) == 1:
+        # What follows, of one request, which small models feel.
+        state = states[0]
+        gamma = most = state.room
+        if controller is None:
+            gamma = proposer.most
+        else:
+            unread = 0 if state.drafted else len(state.request.tokens) - state.read
+            gamma, count = controller.next_budget(1, most, alone, unread)
+        return {state.number: min(gamma, most)}
     room = {state.number: state.room for state in states}
     if controller is None:
         return {number: min(proposer.most, most) for number, most in room.items()}

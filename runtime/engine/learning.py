@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from runtime.engine.round import Proposer, ScheduledRequest
 from runtime.speculative.draft import Draft, Outcome
-from runtime.speculative.draft_length import Round
-from runtime.speculative.measured import Drafted
+from runtime.speculative.measured import Drafted, Round
 
 
 def learn(
@@ -25,6 +24,9 @@ def learn(
         assert first.controller is not None
         first.controller.rested(times[-1] - times[0])
         return
+    if len(batch) == 1 and batch[0].state.asked is first:
+        _learn_of_one(batch[0], drafts[0], outcomes[0], times)
+        return
     if any(part.state.asked.choice is not None for part in batch):
         _weigh(batch, drafts, outcomes, times, seconds)
     proposers = {part.state.proposer for part in batch}
@@ -40,6 +42,20 @@ def learn(
         rows = width if alone else len(ours) + sum([len(drafts[i].tokens) for i in ours])
         drafting = drafted - started if alone else seconds.get(proposer, 0.0)
         _learn(proposer, ours, batch, drafts, outcomes, (rows, drafting, (ended - drafted) * rows / width))
+
+
+def _learn_of_one(part: ScheduledRequest, draft: Draft, outcome: Outcome | None, times: Sequence[float]) -> None:
+    """`learn` where one request goes on alone, with the drafter that it asked: small models feel what this takes."""
+    state, budget = part.state, part.budget
+    proposer, (started, drafted, _, ended) = state.proposer, times
+    if proposer.controller is None or state.forced:
+        return
+    told: tuple[Drafted, ...] = ()
+    if budget > 0 and outcome is not None:
+        told = (Drafted(len(draft.tokens), outcome.length, draft.is_chain, outcome.path),)
+    unread = part.end - state.read if budget > 0 and not state.drafted else 0
+    rows, asked = 1 + len(draft.tokens), proposer.asked
+    proposer.controller.observe(Round(1, budget, told, rows, drafted - started, ended - drafted, unread, asked))
 
 
 def _weigh(

@@ -144,10 +144,11 @@ class Metrics:
         if not depths and self.draft_lengths:
             self.draft_lengths[0] += 1
             return
-        _count(self.draft_lengths, [len(depths)])
+        _count(self.draft_lengths, (len(depths),))
         _count(self.drafted_at, depths)
         _count(self.accepted_at, accepted)
-        self.accepted_at += [0] * (len(self.drafted_at) - len(self.accepted_at))
+        if (lacking := len(self.drafted_at) - len(self.accepted_at)) > 0:
+            self.accepted_at += [0] * lacking
 
     def report(self) -> dict[str, Any]:
         """The keys of report.json's `speed` entries that one run gives; times in milliseconds."""

@@ -52,6 +52,8 @@ class Proposer:
     def __post_init__(self) -> None:
         self.drafts = not isinstance(self.drafter, NoDrafter)
         self._chained = self.drafter if isinstance(self.drafter, ChainedDrafter) else None
+        if self._chained is not None:
+            self._chained.limits = {} if self.controller is None else self.controller.limits
         parts = (self.drafter,) if self._chained is None else self._chained.drafters
         self.weighing = [part for part in parts if isinstance(part, WeighsRows)]
 

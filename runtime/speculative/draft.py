@@ -100,7 +100,11 @@ class Draft:
     @staticmethod
     def chain(tokens: list[int], probs: Tensor | None = None) -> "Draft":
         """Tokens of which each follows the one before it."""
-        return Draft(tokens, list(range(-1, len(tokens) - 1)), probs)
+        count = len(tokens)
+        made = Draft(tokens, [*range(-1, count - 1)], probs)
+        # Most drafts are chains, and all of a round's parts ask.
+        made.__dict__.update(is_chain=True, depths=[*range(count)])
+        return made
 
     @cached_property
     def depths(self) -> list[int]:

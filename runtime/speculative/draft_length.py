@@ -8,10 +8,11 @@ prompt lookup, which often finds nothing, and a model, which always drafts, are 
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import NamedTuple
 
-from runtime.speculative.measured import NOTHING_KNOWN, Drafted, Gains, Prior, Times, round_rates
+from runtime.speculative.measured import NOTHING_KNOWN, Gains, Prior, Round, Times, round_rates
 from runtime.speculative.opening import Opening
+from runtime.speculative.parts import Parts
+from runtime.speculative.settled import TOGETHER, DraftBudget, Look, Settled, surprising
 from runtime.speculative.spending import SLOW, Spending, rounds_until, worth
 
 LONGEST = 16
@@ -31,47 +32,12 @@ _RESTED = 9
 # A look that found nothing to draft is repeated so often: it has cost nothing, and told nothing of what drafts bring.
 _REPEATS = 8
 # A choice holds for so many rounds at first, and twice as long each time that it is made again: choosing takes as long
-# as a quarter of a small model's forward. Not drafting is looked at again sooner: few looks decide it.
-_HOLD, _LONGEST_HOLD, _LONGEST_REST = 4, 256, 64
+# as a quarter of a small model's forward. Not drafting is looked at again sooner, for few looks decide it; so are
+# longer drafts until some were seen.
+_HOLD, _LONGEST_HOLD, _LONGEST_REST, _LONGEST_UNSEEN = 4, 256, 64, 16
 # A choice stays where another one promises hardly more: around the best γ rates are flat, and its neighbours look best
-# by turns, so that it would be chosen anew every few rounds.
+# by turns.
 _HARDLY = 0.01
-
-
-class DraftBudget(NamedTuple):
-    """γ of a round, and for how many of its requests: a probe drafts for one, which tells as much and costs less."""
-
-    budget: int
-    requests: int
-
-
-class Round(NamedTuple):
-    """What one round was and took: `batch` requests, a draft of at most `budget` tokens for some of them.
-
-    drafts  one for each request that was drafted for.
-    width   rows of the target's forward.
-    unread  tokens that the drafter had to read first of requests that did not draft in the round before.
-    asked   of a chain of drafters how many had to be asked.
-    """
-
-    batch: int
-    budget: int
-    drafts: Sequence[Drafted]
-    width: int
-    draft_seconds: float
-    target_seconds: float
-    unread: int = 0
-    asked: int = 1
-
-
-class _Look(NamedTuple):
-    """A round of what does not look best.
-
-    rate    what it gives up, in tokens per second; longer: its drafts are longer than those that look best.
-    """
-
-    rate: float
-    longer: bool
 
 
 class Controller:
@@ -90,36 +56,40 @@ class Controller:
         self.spent = Spending()
         self.worth: float | None = None  # the probability of a token that is just worth its row; None: not known yet
         self._times, self._gains = Times(prior, widths), Gains(prior)
+        self._parts = Parts(self._times)
         self._opening = Opening.of(prior is not None, bool(widths))
         self._rounds = 0
         self._empty = self._paid = 0  # looks one after the other that found nothing to draft, and that paid
-        self._look: _Look | None = None  # what the round chosen last is, unless it looks best
+        self._look: Look | None = None  # what the round chosen last is, unless it looks best
         self._tried = False  # whether the last round was a draft that is charged to what trying out may cost
         self._longer_at = 0  # the round of the last look at longer drafts
         # What the next round does: a probe that told nothing of its cost is repeated, and after a rest drafts wait.
-        self._next: tuple[DraftBudget, _Look | None] | None = None
+        self._next: tuple[DraftBudget, Look | None] | None = None
         self._last: dict[bool, int] = {}  # when drafting, and not drafting, was last done
         # What a drafter took to read a token that was written without it.
         self._reads: deque[float] = deque(maxlen=_READ)
         self._reading = 0.0
-        self._held: tuple[int, int, int, int] = (0, 0, 0, 0)  # batch, most, γ, and until which round
+        self._held = Settled()
         self._hold = _HOLD
         self._unaffordable = 0  # rounds without drafts until a look at drafts can be afforded
-        # Rounds that a hold on not drafting still has, and what those took that it had, which are not counted yet.
-        self._rest = 0
-        self._rested: list[float] = []
+
+    @property
+    def limits(self) -> Mapping[int, int]:
+        """By number the most tokens of a draft by a chain's later drafters (2, …); it changes as γ is chosen."""
+        return self._times.limits
 
     def resting(self, batch: int) -> bool:
         """Whether it is settled that the next round of `batch` requests drafts nothing.
 
         Such a round need not be asked for: what it took is told to `rested`, which costs a tenth of asking and telling.
         """
-        return self._rest > 0 and batch == self._held[0]
+        held = self._held
+        return held.left > 0 and held.budget == 0 and batch == held.batch
 
     def rested(self, seconds: float) -> None:
         """Learns from a round that was not asked for, of no drafts and no prompts."""
-        self._rest -= 1
-        self._rested.append(seconds)
+        self._held.left -= 1
+        self._held.rested.append(seconds)
 
     def next_budget(self, batch: int, missing: int, alone: bool = True, unread: int = 1) -> DraftBudget:
         """For a round of `batch` requests, of which the longest has room for `missing` drafted tokens.
@@ -129,8 +99,11 @@ class Controller:
 
         The first round after a rest never drafts: what drafters read of the target they do not read while it lasts.
         """
-        rested, most = self._end_rest(), min(self.limit, missing)
-        self._look = None
+        held, most = self._held, min(self.limit, missing)
+        if held.goes_on(batch, most):
+            return DraftBudget(held.budget, batch)
+        rested = self._take_in()
+        held.left, self._look = 0, None
         if not self.spent.credit:
             self.spent.begin(missing)
         planned, self._next = self._next, None
@@ -145,14 +118,28 @@ class Controller:
             return DraftBudget(0, batch)
         return chosen
 
-    def _end_rest(self) -> bool:
-        """Counts the rounds of a rest, which is done when it ends; whether there was any."""
-        rested, self._rest, self._rested = self._rested, 0, []
-        if rested:
+    def _take_in(self) -> bool:
+        """Learns from the rounds that were not asked for; whether the last of them rested."""
+        held = self._held
+        if rested := held.rested:
+            held.rested = []
             self._rounds += len(rested)
             self._last[False] = self._rounds
             self.spent.seconds += sum(rested)
-            self._times.add_target(self._held[0], median(rested[-_RESTED:]), len(rested))
+            self._times.add_target(held.batch, median(rested[-_RESTED:]), len(rested))
+        if rounds := held.rounds:
+            held.rounds = []
+            self._rounds += len(rounds)
+            self._last[True] = self._rounds
+            self.spent.seconds += sum([one.draft_seconds + one.target_seconds for one in rounds])
+            drafts = [draft for one in rounds for draft in one.drafts]
+            self._opening.observe(held.budget, drafts, len(rounds))
+            if surprising(rounds, self._gains.tokens(held.budget)):
+                held.until = held.left = 0
+                self._hold = _HOLD
+            self._gains.add(held.budget, drafts, len(rounds))
+            self._parts.add(rounds)
+            self._times.add(rounds)
         return bool(rested)
 
     def _choose(self, batch: int, missing: int, most: int, alone: bool, unread: int) -> DraftBudget:
@@ -167,14 +154,13 @@ class Controller:
             # What drafts for all gain, those for one of a batch do not show by themselves: longer ones have to.
             longest = self._opening.longer if batch > 1 else self._hopeful(self.rates(batch, most), least=1)
             return DraftBudget(min(longest, most), 1)
-        held_batch, held_most, held, until = self._held
-        # A text near its end allows less; a choice that such a limit had forced is made anew when there is room again.
-        if batch == held_batch and held <= most and (held < held_most or most <= held_most) and self._rounds < until:
-            return DraftBudget(held, batch)
+        held = self._held
+        if held.holds(batch, most, self._rounds):
+            return DraftBudget(held.within(most), batch)
         rates = self.rates(batch, most)
         best = self._hopeful(rates)
-        if batch == held_batch and 0 < held <= most and rates[held] >= (1 - _HARDLY) * rates[best]:
-            best = held
+        if batch == held.batch and 0 < held.budget <= most and rates[held.budget] >= (1 - _HARDLY) * rates[best]:
+            best = held.budget
         rows = batch * max(best, 1)
         self.worth = worth(self._times.target(batch + rows) - self._times.target(batch), rows, rates[best])
         if best > 0 and not (
@@ -182,20 +168,25 @@ class Controller:
             and self._opening.affords(self._times, self.spent, batch, best, batch)
         ):
             best = 0
+        if best > 0:
+            self._parts.choose(batch, best, rates[best], self.spent.seconds)
         if not alone:
             return DraftBudget(best, batch)
         other, longer = self._other(batch, best, most, unread, rates), None
         if other is None:
             other = longer = self._longer(batch, best, rates)
         if other is None:
-            longest = _LONGEST_HOLD if best else _LONGEST_REST
-            settled = (batch, best) == (held_batch, held) and self._knows_longer(best, most)
-            self._hold = min(2 * self._hold, longest) if settled else _HOLD
-            # Asking costs as well: not before the next look can be afforded.
-            hold = self._hold if best else max(self._hold, min(self._unaffordable, _LONGEST_HOLD))
-            self._held = (batch, most, best, self._rounds + hold)
+            longest = _LONGEST_REST if best == 0 else self._longest(best, most)
+            settled = (batch, best) == (held.batch, held.budget)
+            hold = 2 * self._hold if settled else _HOLD
+            self._hold = hold = max(_HOLD, min(hold, longest))
+            if best == 0:  # asking costs as well: not before the next look can be afforded
+                hold = max(hold, min(self._unaffordable, _LONGEST_HOLD))
+            elif self._parts.looking:
+                hold = _HOLD
+            self._held = Settled(batch, most, best, self._rounds + hold, rates)
             return DraftBudget(best, batch)
-        self._look = _Look(rates[best], longer is not None)
+        self._look = Look(rates[best], longer is not None)
         return other
 
     def _hopeful(self, rates: Sequence[float], least: int = 0) -> int:
@@ -224,15 +215,21 @@ class Controller:
 
     def observe(self, found: Round) -> None:
         """Learns from a round."""
+        held = self._held
+        if held.keeps(found):
+            if len(held.rounds) >= TOGETHER:
+                self._take_in()
+            return
+        self._take_in()
         taken = found.draft_seconds + found.target_seconds
         self.spent.seconds += taken
         # Right after a draft the processor's caches hold the draft's weights: what not drafting takes, the next shows.
         changing = found.budget == 0 and self._rounds > 0 and self._last.get(True, -1) == self._rounds
         self._rounds += 1
         self._last[found.budget > 0] = self._rounds
-        batch, _, held, until = self._held
-        if found.budget == held == 0 and found.batch == batch and not changing:
-            self._rest = until - self._rounds
+        if found.budget == held.budget and found.batch == held.batch and not changing and self._look is None:
+            # A drafter of which nothing was right yet is watched round by round.
+            held.left = held.until - self._rounds if found.budget == 0 or self._opening.accepted else 0
         expected = 0.0
         if self._look is not None:
             expected = self._times.target(found.width)
@@ -242,12 +239,13 @@ class Controller:
         self._opening.observe(found.budget, found.drafts)
         if found.budget > 0:
             self._gains.add(found.budget, found.drafts)
+            self._parts.add((found,))
             if found.unread and found.drafts:
                 usual = self._times.drafting(len(found.drafts), found.budget, found.asked)
                 self._reads.append(max(0.0, found.draft_seconds - usual) / found.unread)
                 self._reading = min(self._reads)
             if not found.unread:
-                self._times.add_drafting(len(found.drafts), found.budget, found.draft_seconds, found.asked)
+                self._times.add_drafting(len(found.drafts), found.budget, found.draft_seconds, asked=found.asked)
         if not changing:
             self._times.add_target(found.width, found.target_seconds)
         if self._look is not None:
@@ -330,10 +328,11 @@ class Controller:
         self._longer_at = self._rounds
         return DraftBudget(longer, batch)
 
-    def _knows_longer(self, best: int, most: int) -> bool:
-        """Whether drafts a third longer than those that look best have been looked at often enough."""
-        longer = min(_longer_than(best), most)
-        return longer == best or self._times.drafts(longer) >= _LOOKS
+    def _longest(self, best: int, most: int) -> int:
+        """For how many rounds drafts may be chosen: until drafts a third longer were looked at often enough for few."""
+        if (longer := min(_longer_than(best), most)) == best or self._times.drafts(longer) >= _LOOKS:
+            return _LONGEST_HOLD
+        return _LONGEST_UNSEEN if self._opening.drafts >= _HOPEFUL else _HOLD
 
 
 def _longer_than(budget: int) -> int:

@@ -6,7 +6,7 @@ All fade: what was seen lately counts more.
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
@@ -50,15 +50,15 @@ class Curve:
         """One that knows these times from elsewhere: each counts as one measurement."""
         return cls({at: deque((seconds,), WINDOW) for at, seconds in values.items()})
 
-    def add(self, at: int, seconds: float) -> None:
-        """Takes in one measurement."""
+    def add(self, at: int, *seconds: float) -> None:
+        """Takes in measurements."""
         self._values = []
         self._means.pop(at, None)
-        self.counts[at] = self.counts.get(at, 0) + 1
+        self.counts[at] = self.counts.get(at, 0) + len(seconds)
         if at not in self.times:
             self.times[at] = deque(maxlen=WINDOW)
             insort(self.known, at)
-        self.times[at].append(seconds)
+        self.times[at] += seconds
 
     def scale(self, factor: float) -> None:
         """What took so long takes so many times as long."""
@@ -129,22 +129,21 @@ class Counts:
     tries: list[float] = field(default_factory=list)
     weight: float = 1.0
 
-    def fade(self) -> None:
-        """A round has passed in which something was drafted."""
-        self.weight /= _FADE
+    def fade(self, rounds: int = 1) -> None:
+        """So many rounds have passed in which something was drafted."""
+        self.weight /= _FADE**rounds
         if self.weight > _HEAVY:
             self.hits, self.tries = ([count / self.weight for count in counts] for counts in (self.hits, self.tries))
             self.weight = 1.0
 
-    def count(self, hits: Iterable[int], tries: int) -> None:
-        """Takes in one time: the first `tries` places might have been hit, and these were."""
-        if (lacking := tries - len(self.tries)) > 0:
+    def count(self, hits: Sequence[int], tries: Sequence[int]) -> None:
+        """Takes in how often each of the first places was hit, and how often it might have been."""
+        if (lacking := len(tries) - len(self.tries)) > 0:
             self.hits += [0.0] * lacking
             self.tries += [0.0] * lacking
-        for place in range(tries):
-            self.tries[place] += self.weight
-        for place in hits:
-            self.hits[place] += self.weight
+        for place, (hit, tried) in enumerate(zip(hits, tries, strict=True)):
+            self.hits[place] += self.weight * hit
+            self.tries[place] += self.weight * tried
 
     def upto(self, most: int, first: float) -> list[float]:
         """Of the first `most` places the share of hits. What is one place before counts for a few tries; `first`: what
@@ -163,9 +162,9 @@ class Lengths(Counts):
         """Counts drafts that were seen elsewhere, and had so many tokens."""
         self.hits, self.tries = [_KNOWN] * length, [_KNOWN] * length
 
-    def add(self, budget: int, drafted: int) -> None:
-        """Takes in one draft of at most `budget` tokens."""
-        self.count(range(drafted), budget)
+    def add(self, budget: int, *drafted: int) -> None:
+        """Takes in drafts of at most `budget` tokens."""
+        self.count(_beyond(drafted, budget), [len(drafted)] * budget)
 
     def shares(self, most: int) -> list[float]:
         """Of drafts of at most `most` tokens, those that have a first, a second, …"""
@@ -180,9 +179,10 @@ class Chain(Counts):
         self.hits = [_KNOWN * share for share in accepted]
         self.tries = [_KNOWN * share for share in (1.0, *accepted[:-1])]
 
-    def add(self, budget: int, accepted: int) -> None:
-        """Takes in one draft of at most `budget` tokens. One that found fewer counts as refused from there on."""
-        self.count(range(accepted), min(accepted + 1, budget))
+    def add(self, budget: int, *accepted: int) -> None:
+        """Takes in drafts of at most `budget` tokens. One that found fewer counts as refused from there on."""
+        hits = _beyond(accepted, budget)
+        self.count(hits, [len(accepted), *hits][:budget])
 
     def tokens(self, most: int) -> list[float]:
         """Tokens that a draft of at most 0, 1, … `most` can be expected to have accepted."""
@@ -201,9 +201,13 @@ class Tree(Counts):
         each = _KNOWN * accepted / math.log2(1 + nodes)
         self.hits, self.tries = [each * _adds(node) for node in range(nodes)], [_KNOWN] * nodes
 
-    def add(self, budget: int, path: Sequence[int]) -> None:
-        """Takes in one tree of at most `budget` nodes, of which these were accepted."""
-        self.count(path, budget)
+    def add(self, budget: int, *paths: Sequence[int]) -> None:
+        """Takes in trees of at most `budget` nodes, of each of which these were accepted."""
+        hits = [0] * budget
+        for path in paths:
+            for node in path:
+                hits[node] += 1
+        self.count(hits, [len(paths)] * budget)
 
     def tokens(self, most: int) -> list[float]:
         """Tokens that trees of at most 0, 1, … `most` nodes can be expected to have accepted."""
@@ -214,6 +218,14 @@ class Tree(Counts):
                 share = (self.hits[node] + prior * share) / (self.tries[node] + prior)
             found.append(found[-1] + share)
         return found
+
+
+def _beyond(counts: Sequence[int], most: int) -> list[int]:
+    """How many of these, which are 0 to `most`, are above 0, 1, … `most` − 1."""
+    found = [0] * (most + 1)
+    for count in counts:
+        found[count] += 1
+    return [*accumulate(reversed(found[1:]))][::-1]
 
 
 def _adds(node: int) -> float:

@@ -30,6 +30,25 @@ class Drafted(NamedTuple):
     path: Sequence[int] = ()
 
 
+class Round(NamedTuple):
+    """What one round was and took: `batch` requests, a draft of at most `budget` tokens for some of them.
+
+    drafts  one for each request that was drafted for.
+    width   rows of the target's forward.
+    unread  tokens that the drafter had to read first of requests that did not draft in the round before.
+    asked   of a chain of drafters how many had to be asked.
+    """
+
+    batch: int
+    budget: int
+    drafts: Sequence[Drafted]
+    width: int
+    draft_seconds: float
+    target_seconds: float
+    unread: int = 0
+    asked: int = 1
+
+
 @dataclass(frozen=True)
 class Prior:
     """What is known of a drafter before its first round, as a run's report has it.
@@ -62,9 +81,11 @@ class Times:
     times are kept in seconds of a machine of one pace; how slow it is now follows from forwards that were seen before.
 
     widths  what a forward takes by its rows, in forwards of one row, where it was measured: rather than a prior's.
+    limits  by the drafters asked, the most tokens of a draft, whatever its budget; who knows them keeps them here.
     """
 
     def __init__(self, prior: Prior | None = None, widths: Mapping[int, float] = NOTHING_KNOWN) -> None:
+        self.limits: dict[int, int] = {}
         self._target = Curve.of(widths or (prior.widths if prior is not None else {}))
         # By the drafters asked, and then by the requests drafted for; how often so many were asked.
         self._draft: dict[int, dict[int, Curve]] = {}
@@ -94,22 +115,54 @@ class Times:
     def drafting(self, requests: int, budget: int, asked: int | None = None) -> float:
         """Of drafts of at most so many tokens for so many requests, of so many drafters asked (None: as it is seen)."""
         if asked in self._draft:
-            return self._pace * _nearest(self._draft[asked], requests).at(budget)
+            return self._pace * _nearest(self._draft[asked], requests).at(self._limited(asked, budget))
         return self.draftings(requests, budget)[budget]
+
+    def unlimited(self, asked: int, most: int) -> list[float]:
+        """Of drafts of at most 0, 1, … `most` tokens for one request, of so many drafters asked, without a limit."""
+        return [self._pace * seconds for seconds in _nearest(self._draft[asked], 1).along(range(most + 1))]
+
+    def _limited(self, asked: int, budget: int) -> int:
+        return min(budget, self.limits.get(asked, budget))
 
     def draftings(self, requests: int, most: int) -> list[float]:
         """The same for drafts of at most 0, 1, … `most` tokens; 0 where nothing is known."""
         found, all_asked = [0.0] * (most + 1), sum(self._asked.values())
         for asked, by_requests in self._draft.items():
             share = self._pace * self._asked[asked] / all_asked
-            for budget, seconds in enumerate(_nearest(by_requests, requests).along(range(most + 1))):
-                found[budget] += share * seconds
+            budgets = range(self._limited(asked, most) + 1)
+            took = _nearest(by_requests, requests).along(budgets)
+            for budget in range(most + 1):
+                found[budget] += share * took[min(budget, budgets[-1])]
         return found
 
     def drafts(self, budget: int) -> int:
         """How often drafts of this budget were timed."""
         curves = (curve for by_requests in self._draft.values() for curve in by_requests.values())
         return max((curve.counts.get(budget, 0) for curve in curves), default=0)
+
+    def add(self, rounds: Sequence[Round]) -> None:
+        """Takes in rounds with drafts."""
+        targets: dict[int, list[float]] = {}
+        drafting: dict[tuple[int, int, int], list[float]] = {}
+        for one in rounds:
+            targets.setdefault(one.width, []).append(one.target_seconds)
+            drafting.setdefault((len(one.drafts), one.budget, one.asked), []).append(one.draft_seconds)
+        for (requests, budget, asked), took in drafting.items():
+            self.add_drafting(requests, budget, *took, asked=asked)
+        for width, took in targets.items():
+            self.add_targets(width, took)
+
+    def add_targets(self, width: int, seconds: Sequence[float]) -> None:
+        """Takes in forwards of the same number of rows, one after the other."""
+        if self._begins:
+            for one in seconds:
+                self.add_target(width, one)
+            return
+        others = sorted(seconds)
+        middle = others.pop(len(others) // 2)
+        self.add_target(width, middle, len(seconds))  # the pace is what the middle one says
+        self._target.add(width, *[one / self._pace for one in others])
 
     def add_target(self, width: int, seconds: float, forwards: int = 1) -> None:
         """Takes in a forward, or what each of so many took."""
@@ -123,15 +176,15 @@ class Times:
             self._pace *= min(max(slower, 1 / most), most) ** (1 - (1 - _PACE) ** forwards)
         self._target.add(width, seconds / self._pace)
 
-    def add_drafting(self, requests: int, budget: int, seconds: float, asked: int = 1) -> None:
-        """Takes in drafts."""
+    def add_drafting(self, requests: int, budget: int, *seconds: float, asked: int = 1) -> None:
+        """Takes in drafts, each of so many seconds."""
         for known in self._asked:
-            self._asked[known] *= _FADE_ASKED
-        self._asked[asked] = self._asked.get(asked, 0.0) + 1
-        by_requests = self._draft.setdefault(asked, {})
+            self._asked[known] *= _FADE_ASKED ** len(seconds)
+        self._asked[asked] = self._asked.get(asked, 0.0) + len(seconds)
+        by_requests, budget = self._draft.setdefault(asked, {}), self._limited(asked, budget)
         if requests not in by_requests:
             by_requests[requests] = Curve.of({0: 0.0})
-        by_requests[requests].add(budget, seconds / self._pace)
+        by_requests[requests].add(budget, *[one / self._pace for one in seconds])
 
     def _measure(self, unit: float) -> None:
         """What was known before becomes seconds."""
@@ -159,17 +212,16 @@ class Gains:
             self._tree.begin(prior.length, sum(prior.accepted))
             self._lengths.begin(len(prior.accepted))
 
-    def add(self, budget: int, drafts: Sequence[Drafted]) -> None:
-        """Takes in a round's drafts of at most `budget` tokens."""
+    def add(self, budget: int, drafts: Sequence[Drafted], rounds: int = 1) -> None:
+        """Takes in the drafts of at most `budget` tokens of so many rounds."""
         for counts in (self._chain, self._tree, self._lengths):
-            counts.fade()
-        for draft in drafts:
-            self._trees = self._trees or not draft.chain
-            self._lengths.add(budget, draft.drafted)
-            if self._trees:
-                self._tree.add(budget, range(draft.accepted) if draft.chain else draft.path)
-            else:
-                self._chain.add(budget, draft.accepted)
+            counts.fade(rounds)
+        self._trees = self._trees or False in [draft.chain for draft in drafts]
+        self._lengths.add(budget, *[draft.drafted for draft in drafts])
+        if self._trees:
+            self._tree.add(budget, *[range(draft.accepted) if draft.chain else draft.path for draft in drafts])
+        else:
+            self._chain.add(budget, *[draft.accepted for draft in drafts])
 
     def tokens(self, most: int) -> list[float]:
         """Accepted tokens that can be expected for γ = 0, 1, … `most`."""

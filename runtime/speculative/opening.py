@@ -43,11 +43,11 @@ class Opening:
         """known: whether a prior tells of the drafter, so that nothing is tried; widths: whether their times do."""
         return Opening(not known, _PLAIN_KNOWN if widths else _PLAIN, known)
 
-    def observe(self, budget: int, drafts: Sequence[Drafted]) -> None:
-        """Takes in any round, these and later ones."""
-        self.rounds += 1
+    def observe(self, budget: int, drafts: Sequence[Drafted], rounds: int = 1) -> None:
+        """Takes in any rounds, these and later ones."""
+        self.rounds += rounds
         self.longest = max(self.longest, budget)
-        self.drafts += any(draft.drafted for draft in drafts)
+        self.drafts += min(rounds, sum([draft.drafted > 0 for draft in drafts]))
         self.accepted = self.accepted or any(draft.accepted for draft in drafts)
 
     @property

@@ -14,7 +14,8 @@ class ChainedDrafter:
     A drafter is asked only for the requests that those before it left empty, so a model costs nothing where lookup
     finds something. Which drafter it was may not depend on chance, which holds for all of ours.
 
-    asked  how many of them the last drafts were asked of.
+    asked   how many of them the last drafts were asked of.
+    limits  by number (1, …) the most tokens of a draft by some of them, which whoever chooses γ keeps up to date.
     """
 
     _most_readers = 1
@@ -25,6 +26,7 @@ class ChainedDrafter:
             raise ValueError("a chain needs at least one drafter")
         self.drafters = tuple(drafters)
         self.name, self.asked = "+".join(drafter.name for drafter in drafters), 1
+        self.limits: Mapping[int, int] = {}
         self._readers = [drafter for drafter in drafters if isinstance(drafter, StateReader) and drafter.taps]
         if len(self._readers) > self._most_readers:
             raise UserError(f"{self.name}: at most one drafter of a chain can read the target's hidden states")
@@ -43,6 +45,8 @@ class ChainedDrafter:
         """One draft per request, an empty one where no drafter proposes anything."""
         drafts = [Draft() for _ in requests]
         for number, drafter in enumerate(self.drafters, 1):
+            if (most := self.limits.get(number)) is not None:
+                budgets = [min(budget, most) for budget in budgets]
             left = [i for i, draft in enumerate(drafts) if not draft.tokens and budgets[i] > 0]
             if not left:
                 break

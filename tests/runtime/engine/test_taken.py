@@ -16,9 +16,10 @@ from runtime.errors import UserError
 from runtime.model.base import BaseDecoder
 from runtime.sampling.params import Sampling
 from runtime.speculative.draft import Draft, Outcome, Request, TakenStates
-from runtime.speculative.draft_length import Controller, Round
+from runtime.speculative.draft_length import Controller
 from runtime.speculative.drafters.fallback import ChainedDrafter
 from runtime.speculative.drafters.lookup import LookupDrafter
+from runtime.speculative.measured import Round
 
 Tiny = Callable[..., Path]
 

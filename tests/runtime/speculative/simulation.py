@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from runtime.speculative.draft_length import Controller, Round
-from runtime.speculative.measured import Drafted, Prior
+from runtime.speculative.draft_length import Controller
+from runtime.speculative.measured import Drafted, Prior, Round
 
 
 def simulate(

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.speculative.draft_length import LONGEST, MARGIN, Controller, DraftBudget, Round
-from runtime.speculative.measured import Drafted
+from runtime.speculative.draft_length import LONGEST, MARGIN, Controller
+from runtime.speculative.measured import Drafted, Round
+from runtime.speculative.settled import DraftBudget
 from runtime.speculative.spending import CHECKING, CREDIT, PROBING
 from tests.runtime.speculative.simulation import expected, flat, linear, mixture, per_token, simulate
 

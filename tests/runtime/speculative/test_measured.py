@@ -34,7 +34,7 @@ def test_drafting_takes_what_it_takes_on_average_where_few_rounds_are_dear() -> 
     times, rng = Times(), np.random.default_rng(0)
     for round_ in range(400):
         dear = round_ % 4 == 0
-        times.add_drafting(1, 4, (1.0 if dear else 0.01) * rng.lognormal(0, 0.05), 2 if dear else 1)
+        times.add_drafting(1, 4, (1.0 if dear else 0.01) * rng.lognormal(0, 0.05), asked=2 if dear else 1)
     assert times.drafting(1, 4) == pytest.approx(0.25, rel=0.15)
     assert times.drafting(1, 4, 1) == pytest.approx(0.01, rel=0.1) and times.drafting(1, 4, 2) == pytest.approx(
         1, rel=0.1

@@ -6,10 +6,10 @@ import pytest
 
 from runtime.engine.round import Proposer
 from runtime.speculative.draft import Draft, NoDrafter, Request
-from runtime.speculative.draft_length import Controller, Round
+from runtime.speculative.draft_length import Controller
 from runtime.speculative.drafters.fallback import ChainedDrafter
 from runtime.speculative.drafters.lookup import LookupDrafter
-from runtime.speculative.measured import Drafted
+from runtime.speculative.measured import Drafted, Round
 from runtime.speculative.spending import worth
 
 
