@@ -268,7 +268,8 @@ def _route(replicas: Sequence[_Replica], pages: Sequence[bytes], fleet: Fleet, n
     """The replica that a text goes to."""
     known = [one.kept.known(pages) for one in replicas]
     if fleet.prefix:
-        at = ranked(known, [one.load for one in replicas], [one.spent for one in replicas], fleet.balance)[0]
+        load, spent = [one.load for one in replicas], [one.spent for one in replicas]
+        at = ranked(known, len(pages), load, spent, fleet.balance)[0]
     else:  # of two at random the one with less to do, as Ray does it
         two = np.random.default_rng(number).choice(len(replicas), min(2, len(replicas)), replace=False)
         at = int(min(two, key=lambda place: replicas[place].load))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 PAGE = 64  # tokens
 MOST_TOLD = 2048  # digests that a replica tells of itself
 UNKNOWN_PAGES = 4096  # what a replica is held to keep that has not told its pages
+_AHEAD = 2  # texts that a replica counts for which has read one beginning more than others
 
 
 def page_digests(tokens: Sequence[int], salt: str = "") -> list[bytes]:
@@ -55,13 +56,21 @@ class Kept:
             self.pages.popitem(last=False)
 
 
-def ranked(known: Sequence[int], load: Sequence[int], spent: Sequence[int], balance: float) -> list[int]:
+def ranked(known: Sequence[int], pages: int, load: Sequence[int], spent: Sequence[int], balance: float) -> list[int]:
     """Places of replicas, the best first.
 
-    known    pages of the text that each holds; load: texts that it writes; spent: pages that it read so far.
+    known    of the text's `pages` those that each holds; load: texts that it writes; spent: pages that it read so far.
     balance  a replica whose load, with this text, exceeds so many times the mean, and one text more, comes after those
              that stay below. Among few texts one more is no imbalance; to read a long beginning elsewhere costs more.
+
+    A beginning that nobody holds stays where it is read first, and so do the texts that follow: who has read more than
+    others by such a beginning counts as if it wrote more texts.
     """
     bound = math.ceil(balance * (sum(load) + 1) / max(1, len(load))) + 1
-    order = range(len(load))
-    return sorted(order, key=lambda place: (load[place] + 1 > bound, -known[place], load[place], spent[place]))
+    least = min(spent, default=0)
+
+    def order(place: int) -> tuple[bool, int, float, int]:
+        ahead = (spent[place] - least) / pages if pages and not known[place] else 0.0
+        return load[place] + 1 > bound, -known[place], load[place] + min(_AHEAD * ahead, _AHEAD), spent[place]
+
+    return sorted(range(len(load)), key=order)

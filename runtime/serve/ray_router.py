@@ -49,6 +49,7 @@ class PrefixRouter(RequestRouter):
         ids = [one.replica_id for one in fit]
         order = ranked(
             [self._of(id_).known(pages) for id_ in ids],
+            len(pages),
             self._loads(ids, pending_request.metadata.internal_request_id),
             [self._spent.get(id_, 0) for id_ in ids],
             self._balance,

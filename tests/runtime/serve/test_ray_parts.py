@@ -35,16 +35,32 @@ def test_a_replica_forgets_what_was_used_least_and_ends_of_texts_first() -> None
 
 
 def test_the_one_that_knows_most_is_preferred_within_the_bound_of_load() -> None:
-    assert ranked([3, 5, 0], [1, 1, 1], [0, 0, 0], 1.25)[0] == 1
-    assert ranked([3, 5, 0], [1, 4, 1], [0, 0, 0], 1.25)[:2] == [0, 2]
-    assert ranked([0, 0, 0], [2, 1, 1], [0, 9, 3], 1.25) == [2, 1, 0]
-    assert ranked([9, 0], [0, 0], [0, 0], 1.0)[0] == 0
+    assert ranked([3, 5, 0], 5, [1, 1, 1], [0, 0, 0], 1.25)[0] == 1
+    assert ranked([3, 5, 0], 5, [1, 4, 1], [0, 0, 0], 1.25)[:2] == [0, 2]
+    assert ranked([0, 0, 0], 0, [2, 1, 1], [0, 9, 3], 1.25) == [2, 1, 0]
+    assert ranked([9, 0], 9, [0, 0], [0, 0], 1.0)[0] == 0
     generator = random.Random(2)
     for _ in range(200):
         load = [generator.randrange(20) for _ in range(generator.randrange(1, 6))]
         known = [generator.randrange(9) for _ in load]
-        best = ranked(known, load, [0] * len(load), 1.25)[0]
+        best = ranked(known, 9, load, [generator.randrange(40) for _ in load], 1.25)[0]
         assert load[best] + 1 <= max(1.25 * (sum(load) + 1) / len(load) + 2, min(load) + 1)
+
+
+def test_beginnings_that_nobody_holds_are_spread_evenly() -> None:
+    """Who has read one more counts as if it wrote two texts more; where nothing is to be read, texts alone count."""
+    assert ranked([0, 0], 16, [0, 1], [32, 16], 1.25) == [1, 0]
+    assert ranked([0, 0], 16, [0, 3], [320, 16], 1.25) == [0, 1]
+    assert ranked([0, 0], 0, [0, 1], [32, 16], 1.25) == [0, 1]
+    assert ranked([16, 16], 16, [0, 1], [32, 16], 1.25) == [0, 1]
+    # Four beginnings for two replicas, whatever these write when one comes: two for each.
+    generator = random.Random(3)
+    for _ in range(50):
+        spent = [0, 0]
+        for _ in range(4):
+            best = ranked([0, 0], 16, [generator.randrange(2), generator.randrange(2)], spent, 1.25)[0]
+            spent[best] += 16
+        assert spent == [32, 32]
 
 
 def test_a_cluster_s_file(tmp_path: Path) -> None:
