@@ -87,7 +87,8 @@ class _Text:
 class _Replica:
     """One replica: texts that run, in the order in which they came, and those that wait; news that was not told yet.
 
-    coming  texts that were routed here and have not arrived: they count from when they are routed."""
+    coming  texts that were routed here and have not arrived: they count from when they are routed.
+    """
 
     place: int
     kept: Kept

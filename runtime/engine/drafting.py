@@ -291,14 +291,11 @@ def _budgets(proposer: Proposer, states: Sequence[RequestState], alone: bool) ->
         return {state.number: 0 for state in states}
     if len(states) == 1:
         # What follows, of one request, which small models feel.
-        state = states[0]
-        gamma = most = state.room
-        if controller is None:
-            gamma = proposer.most
-        else:
+        state, gamma = states[0], proposer.most
+        if controller is not None:
             unread = 0 if state.drafted else len(state.request.tokens) - state.read
-            gamma, count = controller.next_budget(1, most, alone, unread)
-        return {state.number: min(gamma, most)}
+            gamma = controller.next_budget(1, state.room, alone, unread).budget
+        return {state.number: min(gamma, state.room)}
     room = {state.number: state.room for state in states}
     if controller is None:
         return {number: min(proposer.most, most) for number, most in room.items()}
