@@ -9,7 +9,7 @@ news go in turn; where all share a machine, so do replicas' own servers and the 
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import mean
 
 import numpy as np
@@ -111,32 +111,21 @@ class _Replica:
         return self.coming + len(self.running) + len(self.waiting)
 
 
-def simulate(figures: Figures, fleet: Fleet, load: Load, due: Sequence[float] | None = None) -> Simulated:
+def simulate(figures: Figures, fleet: Fleet, load: Load, runs: int = _RUNS) -> Simulated:
     """Requests through the fleet, to the last one's end. Events in the order of time; equal seeds, equal figures.
 
-    due  seconds at which the requests come instead of at the load's rate.
-
-    Where rounds waver, the same requests go through several times, and all of their texts count.
+    runs  where rounds waver, the same requests go through so many times, and all of their texts count.
     """
     chosen = np.random.default_rng(load.seed + 1).integers(0, load.prefixes, load.requests)
-    times = due if due is not None else arrivals(load.rate, load.requests, load.seed)
-    runs = []
-    for turn in range(_RUNS if any(figures.waver) else 1):
-        runs.append(run := _Run(figures, fleet, load.new_tokens, load.seed + 2 + turn))
+    times = arrivals(load.rate, load.requests, load.seed)
+    done = []
+    for turn in range(runs if any(figures.waver) else 1):
+        done.append(run := _Run(figures, fleet, load.new_tokens, load.seed + 2 + turn))
         for number, came in enumerate(times):
             pages = [f"{chosen[number]} {page}".encode() for page in range(load.shared // PAGE)]
             run.ask(number, _Text(came, pages, load.prompt))
         run.clock.run()
-    return _told(fleet, load, runs)
-
-
-def gap(figures: Figures, fleet: Fleet, texts: int, prompt: int, new_tokens: int) -> float:
-    """Seconds between two tokens, in the mean, of so many texts that come at once."""
-    run = _Run(replace(figures, waver=(0.0,)), fleet, new_tokens)
-    for number in range(texts):
-        run.ask(number, _Text(0.0, [], prompt))
-    run.clock.run()
-    return mean((text.last - text.first) / max(1, new_tokens - 1) for text in run.done)
+    return _told(fleet, load, done)
 
 
 class _Run:

@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import mean
 from time import perf_counter, sleep
 from typing import Any
 from urllib.parse import urlsplit
@@ -119,11 +118,6 @@ def last_gap(texts: Sequence[Timed]) -> float:
     """Seconds between two tokens of the text that begins last: others are beside it, and no request of theirs."""
     one = max(texts, key=lambda text: text.first)
     return (one.last - one.first) / max(1, one.tokens - 1)
-
-
-def mean_gap(texts: Sequence[Timed]) -> float:
-    """Seconds between two tokens, in the mean of texts that came at once."""
-    return mean((one.last - one.first) / max(1, one.tokens - 1) for one in texts)
 
 
 def place_of(address: str) -> tuple[str, int]:

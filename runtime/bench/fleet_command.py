@@ -13,6 +13,7 @@ from runtime.cli import takes
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
+    from runtime.bench.fleet import Load
     from runtime.bench.fleet_figures import Figures
 
 _MOST = 10_000  # replicas, and texts at once
@@ -68,7 +69,7 @@ class FleetOptions:
 @takes(FleetOptions)
 def fleet(options: FleetOptions) -> None:
     """Predicts latencies, reuse and cost of replicas at some rates, by simulation. See docs/scale.md."""
-    from runtime.bench.fleet import Fleet, Load, simulate
+    from runtime.bench.fleet import Fleet, simulate
     from runtime.bench.output import console, listed, write
 
     counts, rates = numbers("--replicas", options.replicas, _MOST), _rates(options.rates)
@@ -80,9 +81,7 @@ def fleet(options: FleetOptions) -> None:
         )
     figures = _figures(options, counts[0])
     one = Fleet(1, options.max_batch, options.pages, not options.any_replica, cores=options.cores, price=options.price)
-    asked = Load(
-        1.0, options.requests, options.prompt, options.new_tokens, options.shared, options.prefixes, options.seed
-    )
+    asked = _load(options)
     rows: list[dict[str, Any]] = []
     for count, rate in product(counts, rates):
         load = replace(asked, rate=rate)
@@ -101,6 +100,15 @@ def fleet(options: FleetOptions) -> None:
     out.print(listed(keys, rows))
     if options.json_file is not None:
         write(options.json_file, {"figures": _plain(figures), "result": rows})
+
+
+def _load(options: FleetOptions) -> "Load":
+    """What is asked, once a second."""
+    from runtime.bench.fleet import Load
+
+    return Load(
+        1.0, options.requests, options.prompt, options.new_tokens, options.shared, options.prefixes, options.seed
+    )
 
 
 def _figures(options: FleetOptions, replicas: int) -> "Figures":
@@ -122,7 +130,7 @@ def _figures(options: FleetOptions, replicas: int) -> "Figures":
         from runtime.bench.fleet import Fleet
         from runtime.bench.fleet_together import together, write_together
 
-        seen = write_together(options.together, replicas, options.cores, options.new_tokens)
+        seen = write_together(options.together, replicas, options.cores, _load(options))
         found = together(found, Fleet(replicas, options.max_batch, options.pages, cores=options.cores), seen)
         write(options.figures, _plain(found))
     return found

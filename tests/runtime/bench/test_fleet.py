@@ -13,12 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from runtime.bench.__main__ import app
-from runtime.bench.fleet import Fleet, Load, gap, simulate
+from runtime.bench.fleet import Fleet, Load, simulate
 from runtime.bench.fleet_ask import ask
 from runtime.bench.fleet_cores import Clock
 from runtime.bench.fleet_figures import Cost, Figures
-from runtime.bench.fleet_together import Together, together
-from runtime.bench.load import arrivals
+from runtime.bench.fleet_together import Stream, Together, together
 from runtime.errors import UserError
 
 
@@ -95,8 +94,8 @@ def test_replicas_on_one_machine_crowd_its_memory_and_requests_hold_texts_up() -
     held = simulate(replace(figures, held=0.02), Fleet(2, cores=4), load)
     assert held.latency_ms["p90"] > 1.1 * alone.latency_ms["p90"]
     # Who comes to an idle replica holds nobody up.
-    apart, five = [10.0 * place for place in range(5)], replace(load, requests=5)
-    assert simulate(replace(figures, held=0.02), Fleet(1), five, apart) == simulate(figures, Fleet(1), five, apart)
+    rare = replace(load, rate=1e-4, requests=20)
+    assert simulate(replace(figures, held=0.02), Fleet(1), rare) == simulate(figures, Fleet(1), rare)
 
 
 def test_all_requests_and_news_go_through_one_ingress() -> None:
@@ -160,47 +159,45 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
         assert found.exit_code == 2 and "--figures" in found.output
 
 
-def _written(figures: Figures, fleet: Fleet, due: list[float]) -> Together:
-    """What the simulation itself makes of texts alone, at once and in a stream."""
-    stream = simulate(figures, fleet, Load(1.0, len(due), 16, 96), due).latency_ms["mean"] / 1e3
-    alone, at_once = (gap(figures, fleet, texts, 16, 96) for texts in (1, fleet.replicas))
-    return Together(96, (alone,), (at_once,), (stream,), tuple(due))
+def _written(figures: Figures, fleet: Fleet) -> Together:
+    """What the simulation itself makes of texts in two streams, the first thinner."""
+
+    def streams(rate: float) -> tuple[Stream, ...]:
+        loads = [Load(rate, 24, 90, 96, 64, 8, seed) for seed in range(4)]
+        return tuple(Stream(load, simulate(figures, fleet, load).latency_ms["mean"] / 1e3) for load in loads)
+
+    return Together((0.004, 0.004), (0.005, 0.005), streams(1.2), streams(3.6))
 
 
-def test_what_ingress_and_client_take_of_the_cores_is_no_crowding() -> None:
-    """The crowd behind measured times is found again, though threads beside the engines have made them longer, too."""
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize(("pace", "crowd"), [(1.0, 1.0), (2.0, 1.3), (0.6, 1.7), (1.1, 0.9)])
+def test_pace_and_crowd_are_found_again(replicas: int, pace: float, crowd: float) -> None:
+    """In times that the simulation itself makes, though threads beside the engines make them longer, too."""
     ingress, others = Cost(0.001, 0.0002, 0.00005), Cost(0.002, 0.0005, 0.0001)
-    figures, fleet = Figures(0.001, 0.0002, ((1, 0.004), (8, 0.01)), ingress, others), Fleet(3, cores=2)
-    due = arrivals(6.0, 24, 0)
-    alone = simulate(figures, Fleet(3), Load(1.0, 24, 16, 96), due).latency_ms["mean"]
-    for crowd in (1.0, 1.2, 1.5):
-        seen = _written(replace(figures, crowd=(1.0, crowd)), fleet, due)
-        found = together(figures, fleet, seen)
-        assert found.crowd == pytest.approx((1.0, crowd), abs=0.03)
-        # Replicas with cores of their own would take less than these did.
-        assert 1e3 * seen.stream[0] > 1.1 * alone
-    one = Together(96, seen.alone, (), (), ())
-    assert together(replace(figures, crowd=(1.0, 2.0)), Fleet(1, cores=2), one).crowd == (1.0,)
+    figures = Figures(0.001, 0.0002, ((1, 0.004), (8, 0.01)), ingress, others, held=0.003, background=0.05)
+    fleet = Fleet(replicas, cores=2)
+    seen = _written(replace(figures.at_pace(pace), crowd=(1.0, crowd) if replicas > 1 else (1.0,)), fleet)
+    found = together(figures, fleet, seen)
+    assert found.rounds[1][1] == pytest.approx(pace * 0.01, rel=0.02)
+    assert found.held == pytest.approx(pace * 0.003, rel=0.02)
+    assert found.others.request == pytest.approx(pace * 0.002, rel=0.02)
+    assert found.crowd == ((1.0,) if replicas == 1 else pytest.approx((1.0, crowd), rel=0.04))
+    assert found.steady == pytest.approx(96 * 0.004)
+    # Replicas with cores of their own would take less than these did.
+    if replicas > 1 and crowd >= 1:
+        dense = seen.dense[0]
+        apart = simulate(figures.at_pace(pace), replace(fleet, cores=None), dense.load).latency_ms["mean"]
+        assert 1e3 * dense.seconds > 1.1 * apart
 
 
-def test_figures_are_those_of_the_pace_that_the_machine_has_now() -> None:
-    """Times that the simulation itself makes, of a machine half as fast, each now shorter and now longer."""
-    figures = Figures(0.001, 0.0002, ((1, 0.004), (8, 0.01)), Cost(0.001), Cost(0.002), held=0.003, background=0.05)
-    slow, generator = replace(figures.at_pace(2.0), crowd=(1.0, 1.4)), np.random.default_rng(5)
-    fleet = Fleet(2, cores=2)
-    told = _written(replace(slow, waver=(0.05, 0.3), steady=96 * 0.008), fleet, arrivals(3.0, 24, 0))
+def test_what_equal_texts_take_tells_how_much_times_waver() -> None:
+    figures, generator = Figures(0.001, 0.0002, ((1, 0.004), (8, 0.01))), np.random.default_rng(5)
+    seen = _written(figures, Fleet(2, cores=2))
     alone, at_once = (
-        tuple(gap(slow, fleet, texts, 16, 96) * np.exp(sigma * generator.standard_normal(2001)))
-        for texts, sigma in ((1, 0.05), (2, 0.3))
+        tuple((0.004 * np.exp(sigma * generator.standard_normal(2001))).tolist()) for sigma in (0.05, 0.3)
     )
-    found = together(figures, fleet, replace(told, alone=alone, at_once=at_once))
-    assert found.overhead == pytest.approx(0.002, rel=0.02) and found.held == pytest.approx(0.006, rel=0.02)
-    assert found.background == pytest.approx(0.1, rel=0.02)
-    assert found.rounds[1][1] == pytest.approx(0.02, rel=0.02) and found.others.request == pytest.approx(
-        0.004, rel=0.02
-    )
-    assert found.crowd == pytest.approx((1.0, 1.4), abs=0.05) and found.waver == pytest.approx((0.05, 0.3), rel=0.1)
-    assert found.steady == pytest.approx(96 * 0.008, rel=0.03)
+    found = together(figures, Fleet(2, cores=2), replace(seen, alone=alone, at_once=at_once))
+    assert found.waver == pytest.approx((0.05, 0.3), rel=0.1)
 
 
 def test_times_that_waver_spread_latencies() -> None:
