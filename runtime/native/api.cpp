@@ -205,7 +205,7 @@ SPECPRESS_API void specpress_rotate(int64_t path, float* x, int64_t rows, int64_
 SPECPRESS_API void specpress_remember(int64_t path, const Heads* heads, int64_t layer, const Store* store, int64_t rows, const int64_t* slots,
                                       const float* keys, const float* values) {
     const int64_t size = heads->kv_heads * heads->dim, wide = heads->kv_heads * values_of(*heads);
-    for (int64_t i = 0; i < rows; i++) path_of(path)->remember(*heads, layer, *store, slots[i], keys + i * size, values + i * wide);
+    for (int64_t i = 0; i < rows; i++) path_of(path)->remember(*heads, layer, *store, slots[i], keys + i * size, values + i * wide, 0, heads->kv_heads);
 }
 SPECPRESS_API void specpress_move(const Heads* heads, int64_t layers, const Store* store, int64_t count, const int64_t* from, const int64_t* to) {
     move_slots(*heads, layers, *store, count, from, to);

@@ -35,10 +35,9 @@ int64_t attention_scratch(const Heads& h) {
 int64_t tile_rows() { return QUERIES; }
 
 // ----------------------------------------------------------------------------------------------------- the products
-// Scores of M queries against V · 16 keys of a block, from vector `first`.
+// Scores of M queries against V · 16 keys of a block, from vector `first`. Queries lie dimension by dimension, QUERIES apart.
 template <int M, int V, class Reader>
-static inline void score(const float* q, int64_t dim, int64_t wide, const Reader& block, const float* factor, int first,
-                         float* scores) {
+static inline void score(const float* q, int64_t dim, const Reader& block, const float* factor, int first, float* scores) {
     F16 acc[M][V], scale[V];
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
@@ -57,7 +56,7 @@ static inline void score(const float* q, int64_t dim, int64_t wide, const Reader
         }
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
-            const F16 x = set(q[m * wide + d]);
+            const F16 x = set(q[d * QUERIES + m]);
 #pragma GCC unroll 4
             for (int v = 0; v < V; v++) acc[m][v] = fma(x, k[v], acc[m][v]);
         }
@@ -111,14 +110,19 @@ constexpr int vectors() {
     return M <= MAX_ROWS / 2 || MAX_ROWS < 8 ? 4 : 2;
 }
 
+// Against the first `count` keys of some blocks, in whole vectors.
 template <class Reader, int M>
-static void score_rows(const float* q, int64_t dim, int64_t wide, const Block* blocks, int64_t count, const float* factor,
-                       float* scores) {
+static void score_rows(const float* q, int64_t dim, const Block* blocks, int64_t count, const float* factor, float* scores) {
     constexpr int V = vectors<M>();
-    for (int64_t i = 0; i < count; i++, scores += KEYS) {
-        const Reader block(blocks[i], wide);
-#pragma GCC unroll 4
-        for (int v = 0; v < KEYS / LANES; v += V) score<M, V>(q, dim, wide, block, factor, v, scores);
+    for (; count > 0; count -= KEYS, blocks++, scores += KEYS) {
+        const Reader block(*blocks, 0);
+        const int needed = static_cast<int>(((count < KEYS ? count : KEYS) + LANES - 1) / LANES);
+        for (int v = 0; v < needed;) {
+            if (V > 1 && needed - v <= V / 2)
+                score<M, (V + 1) / 2>(q, dim, block, factor, v, scores), v += (V + 1) / 2;
+            else
+                score<M, V>(q, dim, block, factor, v, scores), v += V;
+        }
     }
 }
 
@@ -131,13 +135,13 @@ static void mix_rows(const float* weights, const Block* blocks, Range r, int64_t
 }
 
 template <class Reader, int M = MAX_ROWS>
-static void score_any(int64_t rows, const float* q, int64_t dim, int64_t wide, const Block* blocks, int64_t count,
-                      const float* factor, float* scores) {
+static void score_any(int64_t rows, const float* q, int64_t dim, const Block* blocks, int64_t count, const float* factor,
+                      float* scores) {
     if constexpr (M > 0) {
         if (rows == M)
-            score_rows<Reader, M>(q, dim, wide, blocks, count, factor, scores);
+            score_rows<Reader, M>(q, dim, blocks, count, factor, scores);
         else
-            score_any<Reader, M - 1>(rows, q, dim, wide, blocks, count, factor, scores);
+            score_any<Reader, M - 1>(rows, q, dim, blocks, count, factor, scores);
     }
 }
 template <class Reader, int M = MAX_ROWS>
@@ -150,18 +154,19 @@ static void mix_any(int64_t rows, const float* weights, const Block* blocks, Ran
     }
 }
 
-// Blocks first..last of a split, those of one kind at a time.
-static void score_all(int64_t rows, const float* q, int64_t dim, int64_t wide, const Block* blocks, int64_t first, int64_t last,
-                      const float* factor, float* scores) {
-    while (first < last) {
+// Keys from block `first` to key `last` of a split, blocks of one kind at a time.
+static void score_all(int64_t rows, const float* q, int64_t dim, const Block* blocks, int64_t first, int64_t last, const float* factor,
+                      float* scores) {
+    while (first * KEYS < last) {
         const int64_t begin = first, kind = blocks[first].key_kind;
-        while (first < last && blocks[first].key_kind == kind) first++;
+        while (first * KEYS < last && blocks[first].key_kind == kind) first++;
+        const int64_t end = last < first * KEYS ? last : first * KEYS;
         const auto any = kind == CACHE_F32    ? score_any<FloatBlock>
                          : kind == CACHE_INT8 ? score_any<Int8Block>
                          : kind == CACHE_INT4 ? (blocks[begin].halves ? score_any<PackedBlock<Nibbles, true>> : score_any<PackedBlock<Nibbles, false>>)
                          : blocks[begin].halves ? score_any<PackedBlock<Threes, true>>
                                                 : score_any<PackedBlock<Threes, false>>;
-        any(rows, q, dim, wide, blocks + begin, first - begin, factor, scores + begin * KEYS);
+        any(rows, q, dim, blocks + begin, end - begin * KEYS, factor, scores + begin * KEYS);
     }
 }
 static void mix_all(int64_t rows, const float* weights, const Block* blocks, Range r, int64_t wide, float* out) {
@@ -183,8 +188,17 @@ static void mix_all(int64_t rows, const float* weights, const Block* blocks, Ran
     }
 }
 
+static int64_t bits_of(int64_t kind) { return kind == CACHE_F32 ? 32 : kind == CACHE_INT8 ? 8 : kind == CACHE_INT4 ? 4 : 3; }
+
 static void fetch(const void* p, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i);
+}
+
+// The first `count` keys of a block: of floats some of each dimension's lines, of codes all of them.
+static void fetch_keys(const Block& block, int64_t dim, int64_t count) {
+    const int64_t row = KEYS * bits_of(block.key_kind) / 8, some = count * bits_of(block.key_kind) / 8;
+    if (row <= 64 || count == KEYS) return fetch(block.keys, dim * row);
+    for (int64_t d = 0; d < dim; d++) fetch(static_cast<const char*>(block.keys) + d * row, some);
 }
 
 // Scores of one row to weights e^(s − max) in place, keys outside first..last to 0. Returns the maximum and the sum.
@@ -211,8 +225,6 @@ static float exp_one(float x) {
     return lanes[0];
 }
 
-static int64_t bits_of(int64_t kind) { return kind == CACHE_F32 ? 32 : kind == CACHE_INT8 ? 8 : kind == CACHE_INT4 ? 4 : 3; }
-
 // A block of the cache, where it lies.
 static Block stored(const AttentionCall& c, const Store& s, int64_t kv_head, int64_t from, float* own_values) {
     const Heads& h = c.heads;
@@ -227,13 +239,12 @@ static Block stored(const AttentionCall& c, const Store& s, int64_t kv_head, int
     return {h.cache_kind, CACHE_F32, keys, own_values, key_scale, nullptr, h.key_basis != nullptr};
 }
 
-// Scores of `count` queries, which may be more than the registers hold at once, against blocks first..last of a split.
+// Scores of `count` queries, which may be more than the registers hold at once, against keys of a split: see score_all.
 static void score_queries(int64_t count, const float* q, int64_t dim, const Block* blocks, int64_t first, int64_t last,
                           const float* factor, float* scores) {
-    const int64_t deep = padded(dim);
     for (int64_t m = 0; m < count; m += MAX_ROWS) {
         const int64_t rows = count - m < MAX_ROWS ? count - m : MAX_ROWS;
-        score_all(rows, q + m * deep, dim, deep, blocks, first, last, factor, scores + m * SPLIT);
+        score_all(rows, q + m, dim, blocks, first, last, factor, scores + m * SPLIT);
     }
 }
 
@@ -269,7 +280,7 @@ static void score_branches(const AttentionCall& c, const AttentionUnit& u, int64
                 std::memcpy(by_slot + m * SPLIT, weights + m * SPLIT + from - base, KEYS * 4);
         } else {
             const Block block = stored(c, s, u.kv_head, from, own_values);
-            score_queries(u.rows * per_row, q, c.heads.dim, &block, 0, 1, factor, by_slot);
+            score_queries(u.rows * per_row, q, c.heads.dim, &block, 0, KEYS, factor, by_slot);
         }
         for (int64_t m = 0; m < u.rows * per_row; m++) {
             const Branch of = branch_of(b, u.row + m / per_row, base, text);
@@ -298,18 +309,18 @@ static void mix_branch(const AttentionCall& c, const Store& s, int64_t kv_head, 
 void attend_split(const AttentionCall& c, const AttentionUnit& u, int64_t split, float* scratch, float* part) {
     const Heads& h = c.heads;
     const Batch& b = *c.batch;
-    const int64_t dim = h.dim, deep = padded(dim), wide = padded(values_of(h));
+    const int64_t dim = h.dim, wide = padded(values_of(h));
     const int64_t per_row = u.head_to - u.head_from, count = u.rows * per_row;
     const Store& s = b.stores[b.request[u.row]];
     const float* factor = h.key_factor ? h.key_factor + (c.layer * h.kv_heads + u.kv_head) * dim : nullptr;
     const Sums out = sums_at(part, wide);
-    float* q = scratch;                             // [QUERIES][deep]
-    float* weights = q + QUERIES * deep;            // [QUERIES][SPLIT]
+    float* q = scratch;                             // [dim][QUERIES]
+    float* weights = q + QUERIES * padded(dim);     // [QUERIES][SPLIT]
     float* by_slot = weights + QUERIES * SPLIT;     // [QUERIES][SPLIT]
     float* own_values = by_slot + QUERIES * SPLIT;  // [SPLIT][wide], and a block more
     for (int64_t m = 0; m < count; m++) {
         const float* from = c.queries + (u.row + m / per_row) * c.stride + (u.head_from + m % per_row) * dim;
-        for (int64_t d = 0; d < dim; d++) q[m * deep + d] = from[d] * c.scaling;
+        for (int64_t d = 0; d < dim; d++) q[d * QUERIES + m] = from[d] * c.scaling;
     }
     const Reach all = reach(c, u);
     const int64_t base = split * SPLIT, keys_here = all.last - base + 1 < SPLIT ? all.last - base + 1 : SPLIT;
@@ -317,7 +328,9 @@ void attend_split(const AttentionCall& c, const AttentionUnit& u, int64_t split,
     const bool tree = b.tail_at[u.row] >= 0;
     const int64_t before = tree ? b.tail_from[u.row] - base : keys_here;
     const int64_t text = before < 0 ? 0 : before < keys_here ? before : keys_here;
-    const int64_t used = (text + KEYS - 1) / KEYS, scored = (keys_here + KEYS - 1) / KEYS * KEYS;
+    const int64_t used = (text + KEYS - 1) / KEYS;
+    // Of a chain's last block the vectors that hold keys; a tree finds scores of its own slots in the text's last block.
+    const int64_t whole = tree ? KEYS : LANES, scored = (keys_here + whole - 1) / whole * whole;
     // Blocks before every row's window have no weight.
     const int64_t start = all.first > base ? (all.first - base) / KEYS : 0;
     Block blocks[BLOCKS];
@@ -326,10 +339,10 @@ void attend_split(const AttentionCall& c, const AttentionUnit& u, int64_t split,
     // A few rows come upon keys that the weights have pushed out of the caches.
     for (int64_t block = start; block < used && b.rows <= FEW; block++) {
         const int64_t there = text - block * KEYS < KEYS ? text - block * KEYS : KEYS;
-        fetch(blocks[block].keys, KEYS * dim * bits_of(blocks[block].key_kind) / 8);
+        fetch_keys(blocks[block], dim, tree ? KEYS : there);
         fetch(blocks[block].values, there * wide * bits_of(blocks[block].value_kind) / 8);
     }
-    score_queries(count, q, dim, blocks, start, used, factor, weights);
+    score_queries(count, q, dim, blocks, start, tree ? used * KEYS : scored, factor, weights);
     if (tree) score_branches(c, u, base, text, {start * KEYS, used * KEYS, false}, q, factor, by_slot, own_values + SPLIT * wide, weights);
     if (c.softcap != 0.0f) {
         const F16 cap = set(c.softcap);

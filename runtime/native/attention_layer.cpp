@@ -67,12 +67,27 @@ void Decoder::turn_heads(const Heads& h, const float* basis, int64_t layer, floa
     }
 }
 
+// Keys and values of qkv_ into the cache. Slots of a block share its lines, and of codes even bytes: one thread writes them.
+void Decoder::remember(const Layer& layer, const Batch& batch) {
+    if (layer.shares) return;
+    const Heads& h = model_.heads[layer.group];
+    const int64_t rows = batch.rows, stride = row_of_heads(h), work = rows * stride;
+    const int64_t parts = h.kv_heads >= 4 * pool_.threads() ? 1 : 8, count = h.kv_heads * parts;
+    pool_.run(count, work < 8192 ? count : 1, [&](int, int64_t begin, int64_t end) {
+        for (int64_t at = begin; at < end; at++)
+            for (int64_t row = 0; row < rows; row++) {
+                if (batch.slot[row] / KEYS % parts != at % parts) continue;
+                const float* k = qkv_.data() + row * stride + h.heads * h.dim;
+                path_.remember(h, layer.keys, batch.stores[batch.request[row]], batch.slot[row], k, k + h.kv_heads * h.dim, at / parts, at / parts + 1);
+            }
+    });
+}
+
 void Decoder::attend(const Layer& layer, const Batch& all, const Angles& angles) {
     const Heads& h = model_.heads[layer.group];
     Batch batch = all;
     batch.stores += layer.group * all.requests;
     const int64_t rows = batch.rows, half = h.rotated / 2, stride = row_of_heads(h), kv_heads = layer.shares ? 0 : h.kv_heads;
-    const bool shares_bytes = h.cache_kind == CACHE_INT4 || h.cache_kind == CACHE_INT3;
     rows_of(rows, stride, [&](int thread, int64_t row) {
         float* q = qkv_.data() + row * stride;
         float *k = q + h.heads * h.dim, *v = k + h.kv_heads * h.dim;
@@ -92,20 +107,8 @@ void Decoder::attend(const Layer& layer, const Batch& all, const Angles& angles)
         if (angles.growth && layer.grows)
             for (int64_t i = 0; i < h.heads * h.dim; i++) q[i] = q[i] * angles.growth[batch.position[row]];
         if (h.key_basis) turn_heads(h, h.key_basis, layer.keys, q, h.dim);
-        if (!shares_bytes && kv_heads) path_.remember(h, layer.keys, batch.stores[batch.request[row]], batch.slot[row], k, v);
     });
-    // Nibbles of slots 32 apart share a byte, and three bits of slots in one group of sixteen: one thread writes them.
-    if (shares_bytes && kv_heads) {
-        const int64_t apart = h.cache_kind == CACHE_INT4 ? KEYS / 2 : KEYS / 16;
-        pool_.run(apart, rows < apart ? apart : 1, [&](int, int64_t begin, int64_t end) {
-            for (int64_t row = 0; row < rows; row++) {
-                const int64_t place = h.cache_kind == CACHE_INT4 ? batch.slot[row] % apart : batch.slot[row] / 16 % apart;
-                if (place < begin || place >= end) continue;
-                const float* k = qkv_.data() + row * stride + h.heads * h.dim;
-                path_.remember(h, layer.keys, batch.stores[batch.request[row]], batch.slot[row], k, k + h.kv_heads * h.dim);
-            }
-        });
-    }
+    remember(layer, batch);
     const AttentionCall call = {h, layer.keys, layer.window, model_.attention_scaling, &batch, qkv_.data(), stride, mixed_.data(), model_.softcap, layer.sinks, model_.chunked};
     attend_all(path_, pool_, call, units_[layer.group], text_, [&](int thread) { return scratch(thread); });
     if (!h.value_basis) return;

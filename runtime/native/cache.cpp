@@ -55,10 +55,11 @@ static void set_code(const Heads& h, uint8_t* row, int64_t size, int64_t i, int3
         set_nibble(row + i % (size / 2), i >= size / 2, code);
 }
 
-// Stores one row's keys and values, all heads, at a slot.
-void remember(const Heads& h, int64_t layer, const Store& s, int64_t slot, const float* key, const float* value) {
+// Stores one row's keys and values, of heads first..last, at a slot. `key` and `value` are those of all heads.
+void remember(const Heads& h, int64_t layer, const Store& s, int64_t slot, const float* key, const float* value, int64_t first, int64_t last) {
     const int64_t dim = h.dim, values = values_of(h), wide = padded(values);
-    for (int64_t head = 0; head < h.kv_heads; head++, key += dim, value += values) {
+    key += first * dim, value += first * values;
+    for (int64_t head = first; head < last; head++, key += dim, value += values) {
         const Place at = place(h, s, layer, head, slot);
         if (h.cache_kind == CACHE_F32) {
             float* k = static_cast<float*>(s.keys) + at.block * dim * KEYS + at.inside;

@@ -292,6 +292,7 @@ class Decoder {
     void norm_heads(const float* weight, float* x, int64_t heads, int64_t head_dim, float* scratch);
     const float* normed(const Norm& norm, int thread, int64_t row);
     const float* scaled(const float* x, float scale, int thread);
+    void remember(const Layer& layer, const Batch& batch);
     void attend(const Layer& layer, const Batch& batch, const Angles& angles);
     void turn_heads(const Heads& h, const float* basis, int64_t layer, float* x, int64_t size);
     void convolve(const Layer& layer, int64_t state, const Batch& batch);

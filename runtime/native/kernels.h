@@ -235,7 +235,7 @@ struct Path {
     void (*rotate)(float* x, int64_t heads, int64_t dim, int64_t half, const float* cos, const float* sin);
     // out = x · matrix, of [size] by [size][size]: each sum first to last, no product fused.
     void (*turn)(const float* x, const float* matrix, int64_t size, float* out);
-    void (*remember)(const Heads& h, int64_t layer, const Store& s, int64_t slot, const float* key, const float* value);
+    void (*remember)(const Heads& h, int64_t layer, const Store& s, int64_t slot, const float* key, const float* value, int64_t first, int64_t last);
     // A unit's rows; `parts`: the sums of its splits, one after the other, from attend_split, or null: they are made here.
     void (*attend)(const AttentionCall& call, const AttentionUnit& unit, float* parts, float* scratch);
     void (*attend_split)(const AttentionCall& call, const AttentionUnit& unit, int64_t split, float* scratch, float* part);

@@ -37,7 +37,7 @@ void to_codes(const float*, int64_t, int64_t, uint8_t*);
 void from_codes(const uint8_t*, int64_t, int64_t, float*);
 void rotate(float*, int64_t, int64_t, int64_t, const float*, const float*);
 void turn(const float*, const float*, int64_t, float*);
-void remember(const Heads&, int64_t, const Store&, int64_t, const float*, const float*);
+void remember(const Heads&, int64_t, const Store&, int64_t, const float*, const float*, int64_t, int64_t);
 void attend(const AttentionCall&, const AttentionUnit&, float*, float*);
 void attend_split(const AttentionCall&, const AttentionUnit&, int64_t, float*, float*);
 void choose(float*, int64_t, const Routing&, int64_t*);

@@ -76,7 +76,7 @@ void play(const NamedPath& path, const Shape& s, const Scene& scene, int64_t che
     for (int64_t i = 0; i < stored; i++) {
         const auto [r, slot] = tokens[i];
         for (const Store& store : {run.stores[r], paged.stores[r]})
-            path.kernels->remember(run.heads, LAYER, store, slot, keys.data() + i * size, values.data() + i * size);
+            path.kernels->remember(run.heads, LAYER, store, slot, keys.data() + i * size, values.data() + i * size, 0, s.kv_heads);
         for (int64_t head = 0; head < s.kv_heads; head++) {
             const float* factor = s.factors ? factors.data() + LAYER * size + head * s.dim : nullptr;
             const Floats k = rounded(keys.data() + i * size + head * s.dim, factor, s.dim, s.kind);
@@ -123,7 +123,7 @@ void branch_is_chain(const NamedPath& path, const Shape& s, Random& random) {
         Run run = {path, s, {s.heads, s.kv_heads, s.dim, 0, s.kind, nullptr}, {memory.store}, 0.3f};
         for (int64_t i = 0; i < scene.rows(); i++) {
             const int64_t token = which && i >= start ? (i == start + 1 ? start : i == start + 3 ? start + 1 : 7) : i;
-            path.kernels->remember(run.heads, LAYER, memory.store, scene.slot[i], keys.data() + token * size, values.data() + token * size);
+            path.kernels->remember(run.heads, LAYER, memory.store, scene.slot[i], keys.data() + token * size, values.data() + token * size, 0, s.kv_heads);
         }
         Pool pool(1);
         Floats asked = queries;
@@ -145,7 +145,7 @@ void edges(const NamedPath& path, const Shape& s, Random& random) {
         Memory memory(s, 1);
         Run run = {path, s, {s.heads, s.kv_heads, s.dim, 0, s.kind, nullptr}, {memory.store}, 0.3f};
         for (int64_t i = 0; i < 3; i++)
-            path.kernels->remember(run.heads, LAYER, memory.store, i, keys.data() + i * size, values.data() + i * size);
+            path.kernels->remember(run.heads, LAYER, memory.store, i, keys.data() + i * size, values.data() + i * size, 0, s.kv_heads);
         Pool pool(1);
         const Floats queries = random.reals(3 * wide, -2.0f, 2.0f);
         const Floats out = run.attend(pool, scene, queries, 0, 3);

@@ -14,7 +14,7 @@ Floats random_bases(const Shape& s, Random& random) {
 
 void remember_all(const NamedPath& path, const Heads& heads, const Store& store, const Floats& keys, const Floats& values, int64_t from) {
     const int64_t size = heads.kv_heads * heads.dim, count = static_cast<int64_t>(keys.size()) / size;
-    for (int64_t i = from; i < count; i++) path.kernels->remember(heads, LAYER, store, i, keys.data() + i * size, values.data() + i * size);
+    for (int64_t i = from; i < count; i++) path.kernels->remember(heads, LAYER, store, i, keys.data() + i * size, values.data() + i * size, 0, heads.kv_heads);
 }
 
 void expect_equal(const Memory& found, const Memory& wanted, const std::string& what) {
