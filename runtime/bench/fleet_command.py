@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _MOST = 10_000  # replicas, and texts at once
 _COSTS = ("ingress", "others")  # of Figures
+_AT_REST = 0.2  # of the cores, that other programs may use while a machine is measured
 _BATCHES = (1, 2, 4, 8, 16, 32)
 
 
@@ -98,6 +99,11 @@ def fleet(options: FleetOptions) -> None:
         keys += " price_per_million"
     out = console(132)
     out.print(listed(keys, rows))
+    if options.cores is not None and figures.background > _AT_REST * options.cores:
+        out.print(
+            f"{figures.background:.1f} of {options.cores:g} cores were busy with something else while nothing was asked:"
+            " measure again when the machine is at rest."
+        )
     if options.json_file is not None:
         write(options.json_file, {"figures": _plain(figures), "result": rows})
 

@@ -136,6 +136,10 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     found = CliRunner().invoke(app, [*words, "--price", "1.5"])
     assert found.exit_code == 0 and "per million" in found.output
     assert len(json.loads((tmp_path / "out.json").read_text())["result"]) == 9
+    for background, told_so in ((0.1, False), (1.8, True)):
+        figures.write_text(json.dumps(told | {"background": background}))
+        found = CliRunner().invoke(app, [*words, "--cores", "2"])
+        assert found.exit_code == 0 and ("1.8 of 2 cores were busy" in found.output) == told_so
     for wrong, sentence in (
         (["--rates", "0"], "--rates: expected numbers above 0"),
         (["--shared", "512"], "--shared: 512 of 512"),
