@@ -101,7 +101,7 @@ def fleet(options: FleetOptions) -> None:
     out.print(listed(keys, rows))
     if options.cores is not None and figures.background > _AT_REST * options.cores:
         out.print(
-            f"{figures.background:.1f} of {options.cores:g} cores were busy with something else while nothing was asked:"
+            f"{figures.background:.1f} of {options.cores:g} cores were busy with other things while nothing was asked:"
             " measure again when the machine is at rest."
         )
     if options.json_file is not None:
