@@ -57,9 +57,7 @@ def write_together(address: str, replicas: int, cores: float, like: Load, passes
             _stream(address, replace(like, rate=share * able, requests=_STREAM, seed=int(generator.integers(2**31))))
             for share in (_THIN, _DENSE)
         )
-        seen = Together(
-            (*seen.alone, alone), (*seen.at_once, at_once), (*seen.thin, thin), (*seen.dense, dense)
-        )  # fmt: skip
+        seen = Together((*seen.alone, alone), (*seen.at_once, at_once), (*seen.thin, thin), (*seen.dense, dense))
     return seen
 
 
