@@ -52,7 +52,7 @@ def _learn_of_one(part: ScheduledRequest, draft: Draft, outcome: Outcome | None,
         return
     told: tuple[Drafted, ...] = ()
     if budget > 0 and outcome is not None:
-        told = (Drafted(len(draft.tokens), outcome.length, draft.is_chain, outcome.path),)
+        told = (Drafted(len(draft.tokens), outcome.length, draft.is_chain, outcome.path, draft.number),)
     unread = part.end - state.read if budget > 0 and not state.drafted else 0
     rows, asked = 1 + len(draft.tokens), proposer.asked
     proposer.controller.observe(Round(1, budget, told, rows, drafted - started, ended - drafted, unread, asked))
@@ -102,7 +102,7 @@ def _learn(
         return
     budget = max([batch[i].budget for i in ours])
     found = [
-        Drafted(len(drafts[i].tokens), outcome.length, drafts[i].is_chain, outcome.path)
+        Drafted(len(drafts[i].tokens), outcome.length, drafts[i].is_chain, outcome.path, drafts[i].number)
         for i in ours
         # A text about to end drafts less than the others: that says nothing of this γ.
         if (outcome := outcomes[i]) is not None and batch[i].budget == budget > 0

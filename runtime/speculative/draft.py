@@ -91,11 +91,13 @@ class Draft:
     tokens   n token ids, parents before children.
     parents  index of each token's parent in `tokens`; −1: it follows the request's last token. A chain is [−1, 0, 1 …].
     probs    (n, vocabulary) float64: the distribution that each token was really drawn from; None: deterministic.
+    number   of a chain of drafters which one made it: 1, 2, …
     """
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     probs: Tensor | None = None
+    number: int = 1
 
     @staticmethod
     def chain(tokens: list[int], probs: Tensor | None = None) -> "Draft":
@@ -104,6 +106,12 @@ class Draft:
         made = Draft(tokens, [*range(-1, count - 1)], probs)
         # Most drafts are chains, and all of a round's parts ask.
         made.__dict__.update(is_chain=True, depths=[*range(count)])
+        return made
+
+    def numbered(self, number: int) -> "Draft":
+        """The same of another drafter of a chain, with what is known of it already."""
+        made = Draft.__new__(Draft)
+        made.__dict__.update(self.__dict__, number=number)
         return made
 
     @cached_property

@@ -22,12 +22,16 @@ _FADE_ASKED = 0.98
 
 
 class Drafted(NamedTuple):
-    """One request's draft in a round: its tokens, those accepted, whether it was a chain, and which ones they were."""
+    """One request's draft in a round: its tokens, those accepted, whether it was a chain, and which ones they were.
+
+    number  of a chain of drafters which one made it: 1, 2, …
+    """
 
     drafted: int
     accepted: int
     chain: bool = True
     path: Sequence[int] = ()
+    number: int = 1
 
 
 class Round(NamedTuple):

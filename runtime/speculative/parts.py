@@ -36,11 +36,15 @@ class Parts:
     def add(self, rounds: Sequence[Round]) -> None:
         """Takes in rounds with drafts that were made within the limits."""
         for one in rounds:
-            if one.asked > 1 and one.drafts:
-                self._drafts[one.asked] = self._drafts.get(one.asked, 0) + 1
-                budget = min(one.budget, self._times.limits.get(one.asked, one.budget))
-                self._gains.setdefault(one.asked, Gains()).add(budget, one.drafts)
-                self._spent += self._lost.get(one.asked, 0.0)
+            # Others of the same round may have a draft of an earlier drafter, which may be longer.
+            for number in {draft.number for draft in one.drafts} if one.asked > 1 else ():
+                if number == 1:
+                    continue
+                self._drafts[number] = self._drafts.get(number, 0) + 1
+                budget = min(one.budget, self._times.limits.get(number, one.budget))
+                made = [draft for draft in one.drafts if draft.number == number]
+                self._gains.setdefault(number, Gains()).add(budget, made)
+                self._spent += self._lost.get(number, 0.0)
 
     def choose(self, batch: int, most: int, rate: float, seconds: float) -> None:
         """Sets the limits.

@@ -45,15 +45,15 @@ class ChainedDrafter:
         """One draft per request, an empty one where no drafter proposes anything."""
         drafts = [Draft() for _ in requests]
         for number, drafter in enumerate(self.drafters, 1):
-            if (most := self.limits.get(number)) is not None:
-                budgets = [min(budget, most) for budget in budgets]
-            left = [i for i, draft in enumerate(drafts) if not draft.tokens and budgets[i] > 0]
+            most, left = self.limits.get(number), [i for i, draft in enumerate(drafts) if not draft.tokens]
+            own = budgets if most is None else [min(budget, most) for budget in budgets]
+            left = [i for i in left if own[i] > 0]
             if not left:
-                break
+                continue
             self.asked = number
-            found = drafter.propose([requests[i] for i in left], [budgets[i] for i in left])
+            found = drafter.propose([requests[i] for i in left], [own[i] for i in left])
             for i, draft in zip(left, found, strict=True):
-                drafts[i] = draft
+                drafts[i] = draft if number == 1 else draft.numbered(number)
         return drafts
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:

@@ -6,7 +6,8 @@ import pytest
 from runtime.speculative.draft import Draft, Request
 from runtime.speculative.draft_length import Controller
 from runtime.speculative.drafters.fallback import ChainedDrafter
-from runtime.speculative.measured import Drafted, Round
+from runtime.speculative.measured import Drafted, Round, Times
+from runtime.speculative.parts import Parts
 from tests.runtime.speculative.simulation import bent, per_token
 from tests.runtime.speculative.test_worth import Weighs
 
@@ -29,7 +30,7 @@ def chain(controller: Controller, rounds: int, p: float, step: float, seed: int 
         if controller.resting(1):
             controller.rested(target)
         else:
-            drafts = (Drafted(length, accepted),) if gamma else ()
+            drafts = (Drafted(length, accepted, number=asked),) if gamma else ()
             controller.observe(Round(1, gamma, drafts, 1 + length, draft, target, asked=asked))
         tokens, seconds = tokens + 1 + accepted, seconds + draft + target
         second += [length] if asked == 2 else []
@@ -88,3 +89,32 @@ def test_a_chain_keeps_to_its_limits() -> None:
         (draft,) = chained.propose([request], [5])
         lengths.append((len(draft.tokens), chained.asked))
     assert lengths == [(5, 2), (3, 2), (0, 1)]
+
+
+def test_each_part_has_its_own_limit_and_number() -> None:
+    chained, request = ChainedDrafter([Weighs(), Weighs(), Long()]), Request(0, [1], 1, None, 9)  # type: ignore[arg-type]
+    chained.limits = {2: 0, 3: 4}
+    (draft,) = chained.propose([request], [6])
+    assert (len(draft.tokens), draft.number, chained.asked, draft.is_chain) == (4, 3, 3, True)
+
+
+def test_a_limit_is_of_its_own_drafter_s_drafts_where_others_of_the_round_have_longer_ones() -> None:
+    times, rng = Times(), np.random.default_rng(3)
+    parts, alone = Parts(times), Parts(times)
+    for count in range(1, 9):
+        for rows, seconds in ((count, bent(count)), (count + 12, bent(count + 12))):
+            times.add_target(rows, seconds)
+    times.add_drafting(1, 12, 0.3, asked=2)
+    for _ in range(40):
+        # Lookup's copies are right; of the other's only the first may be, in one draft of three.
+        own = [Drafted(int(rng.integers(1, 4)), int(rng.random() < 0.3), number=2) for _ in range(2)]
+        parts.add([Round(3, 12, [own[0], Drafted(12, 12), own[1]], 20, 0.1, 1.0, asked=2)])
+        alone.add([Round(3, 12, own, 8, 0.1, 1.0, asked=2)])
+        parts.choose(1, 12, 1.5, 100.0)
+        chosen = times.limits.pop(2, None)
+        alone.choose(1, 12, 1.5, 100.0)
+        assert times.limits.pop(2, None) == chosen
+    assert chosen is not None and chosen <= 2
+    # A limit of one token, and a draft of twelve beside it: as CI once met it.
+    times.limits[2] = 1
+    parts.add([Round(3, 12, [Drafted(1, 0, number=2), Drafted(12, 3), Drafted(1, 1, number=2)], 17, 0.1, 1.0, asked=2)])
