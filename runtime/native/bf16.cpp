@@ -4,7 +4,7 @@
 namespace SPECPRESS_PATH {
 
 struct Bfloat16 {
-    static constexpr int STEP = 2;
+    static constexpr int STEP = 2, FETCH_ROWS = 3;
     template <int M, int HALVES>
     static inline void each(const uint8_t* codes, const float* x, int64_t stride, F16 (&acc)[M][HALVES]) {
         F16 first[HALVES], second[HALVES];

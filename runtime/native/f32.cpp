@@ -4,7 +4,7 @@
 namespace SPECPRESS_PATH {
 
 struct Float32 {
-    static constexpr int STEP = 1;
+    static constexpr int STEP = 1, FETCH_ROWS = 8;
     template <int M, int HALVES>
     static inline void each(const uint8_t* codes, const float* x, int64_t stride, F16 (&acc)[M][HALVES]) {
         F16 w[HALVES];

@@ -4,6 +4,7 @@
 namespace SPECPRESS_PATH {
 
 struct Nf4 : IntegerScheme<Nf4, 8> {
+    static constexpr int FETCH_ROWS = 2;
     B64 levels;
     explicit Nf4(const Weights& w) : IntegerScheme(w) {
         uint8_t sixteen[16];

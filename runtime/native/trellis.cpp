@@ -184,7 +184,8 @@ struct Trellis : IntegerScheme<Trellis<BITS>, 16> {
     inline void whole(const uint8_t* codes, const int8_t* x, int64_t size, int64_t stride, I16 (&acc)[SETS * M][2]) const {
         B64 a = part<0>({codes}), b = part<0>({codes + BYTES / 2});
         for (int64_t k = 0; k < size; k += 16) {
-            for (int64_t line = 0; line < BYTES; line += 64) prefetch(codes + AHEAD + line);
+            if constexpr (fetches_ahead<Trellis, M>)
+                for (int64_t line = 0; line < BYTES; line += 64) prefetch(codes + AHEAD + line);
             // What follows the last step is its own first part, for nothing.
             const uint8_t* next = k + 16 < size ? codes + BYTES : codes;
             parts_ahead<M, SETS, 0>(codes, next, a, b, x + k, stride, acc);
