@@ -17,6 +17,8 @@ _PACE, _OFF, _SEEN = 0.2, 1.3, 3
 # What a forward leaves of the logarithm of the pace. Times are kept at a pace, and the pace follows from such times:
 # nothing else keeps both from drifting, and rows that are seldom seen would come to look a thousand times as dear.
 _STAYS = 0.98
+# What a forward takes at least, in seconds: a clock that counts in steps may say that it took no time.
+_LEAST = 1e-9
 # What a round leaves of how often a chain of drafters came to each of them.
 _FADE_ASKED = 0.98
 
@@ -122,6 +124,10 @@ class Times:
             return self._pace * _nearest(self._draft[asked], requests).at(self._limited(asked, budget))
         return self.draftings(requests, budget)[budget]
 
+    def timed(self, asked: int) -> bool:
+        """Whether drafts of so many drafters asked have been timed."""
+        return asked in self._draft
+
     def unlimited(self, asked: int, most: int) -> list[float]:
         """Of drafts of at most 0, 1, … `most` tokens for one request, of so many drafters asked, without a limit."""
         return [self._pace * seconds for seconds in _nearest(self._draft[asked], 1).along(range(most + 1))]
@@ -163,13 +169,14 @@ class Times:
             for one in seconds:
                 self.add_target(width, one)
             return
-        others = sorted(seconds)
+        others = sorted(max(one, _LEAST) for one in seconds)
         middle = others.pop(len(others) // 2)
         self.add_target(width, middle, len(seconds))  # the pace is what the middle one says
         self._target.add(width, *[one / self._pace for one in others])
 
     def add_target(self, width: int, seconds: float, forwards: int = 1) -> None:
         """Takes in a forward, or what each of so many took."""
+        seconds = max(seconds, _LEAST)
         if self._begins:
             self._measure(seconds * self._unit / self._target.at(width))
         elif self._target.counts.get(width, 0) >= _SEEN and (usual := self._target.middle(width)) > 0:

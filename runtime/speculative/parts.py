@@ -54,7 +54,8 @@ class Parts:
         """
         self._lost.clear()
         for asked, gains in self._gains.items():
-            if self._drafts[asked] < _SEEN:
+            # Whose drafts always shared a round with a later drafter's were never timed.
+            if self._drafts[asked] < _SEEN or not self._times.timed(asked):
                 continue
             worth = _worth(self._times, gains, batch, most, rate, asked)
             best = max(range(most + 1), key=worth.__getitem__)
