@@ -36,10 +36,10 @@ class Parts:
     def add(self, rounds: Sequence[Round]) -> None:
         """Takes in rounds with drafts that were made within the limits."""
         for one in rounds:
+            if one.asked == 1:
+                continue
             # Others of the same round may have a draft of an earlier drafter, which may be longer.
-            for number in {draft.number for draft in one.drafts} if one.asked > 1 else ():
-                if number == 1:
-                    continue
+            for number in {draft.number for draft in one.drafts} - {1}:
                 self._drafts[number] = self._drafts.get(number, 0) + 1
                 budget = min(one.budget, self._times.limits.get(number, one.budget))
                 made = [draft for draft in one.drafts if draft.number == number]
