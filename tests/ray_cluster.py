@@ -41,6 +41,12 @@ class Nodes:
         """A node goes, and all that it runs with it, without a word."""
         self.cluster.remove_node(self.workers.pop(place), allow_graceful=False)
 
+    def place_of(self, worker: int) -> int:
+        """Which of `workers` runs this process: Ray's worker processes are children of their node's raylet."""
+        parent = int((Path("/proc") / str(worker) / "stat").read_text().rpartition(")")[2].split()[1])
+        [place] = [at for at, node in enumerate(self.workers) if parent in _raylets(node)]
+        return place
+
     def server(self, told: Any, log: Path) -> Running:
         """The application's HTTP interface, ready."""
         from runtime.serve.ray_command import run_application
@@ -71,6 +77,10 @@ def nodes(count: int) -> Iterator[Nodes]:
         serve.shutdown()
         ray.shutdown()
         cluster.shutdown()
+
+
+def _raylets(node: Any) -> list[int]:
+    return [one.process.pid for one in node.all_processes["raylet"]]
 
 
 def _free_port() -> int:

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -40,10 +39,15 @@ def _requests(count: int, tokens: int) -> list[dict[str, Any]]:
     return [one | {"max_tokens": tokens, "ignore_eos": True, "n": 1} for one in catalogue(count, 11)]
 
 
-def _long() -> list[dict[str, Any]]:
-    """Texts that are still being written when a replica is killed, however busy the machine is."""
-    sampled = {"max_tokens": 900, "temperature": 0.8, "ignore_eos": True}
-    return [{"prompt": f"def read_{i}(path):\n", "seed": i} | sampled for i in range(12)]
+_SAMPLED = {"max_tokens": 600, "temperature": 0.8, "ignore_eos": True}
+# Texts that are still being written when a replica is killed, however busy the machine is.
+LONG: list[dict[str, Any]] = [{"prompt": f"def read_{i}(path):\n", "seed": i} | _SAMPLED for i in range(12)]
+
+
+@pytest.fixture(scope="module")
+def right_long(alone: Any) -> list[Any]:
+    """What LONG gives, each text alone."""
+    return [right_answer(alone, one) for one in LONG]
 
 
 def _read(server: Running, one: dict[str, Any]) -> Any:
@@ -64,7 +68,7 @@ def _tokens(server: Running) -> float:
 def _wait_tokens(server: Running, count: float) -> None:
     end = time.monotonic() + WAIT
     while _tokens(server) < count and time.monotonic() < end:
-        time.sleep(0.02)
+        time.sleep(0.1)
 
 
 def _wait_replicas(count: int) -> None:
@@ -80,23 +84,20 @@ def _wait_replicas(count: int) -> None:
 
 
 def _disturbed(two: Nodes, server: Running, requests: list[dict[str, Any]], turn: int) -> list[Any]:
-    """What is read of the requests, all at once, while a replica is killed, and then a node."""
+    """What is read of the requests, all at once, while a replica is killed, and then the node of the other one, which
+    has most of the streams by then. A new node comes at once."""
     before, wanted = _tokens(server), sum(one["max_tokens"] for one in requests)
 
-    victims = wait_for(ENGINE, 2)
-
-    def kill() -> None:
-        _wait_tokens(server, before + wanted / 64)
-        os.kill(victims[turn % 2], signal.SIGKILL)
-        _wait_tokens(server, before + wanted / 2)
-        two.kill(turn % 2)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
+    victim = wait_for(ENGINE, 2)[turn % 2]
+    other = 1 - two.place_of(victim)
     with ThreadPoolExecutor(len(requests)) as pool:
-        found = list(pool.map(lambda one: _read(server, one), requests))
-    killer.join()
-    two.add()
+        reading = [pool.submit(_read, server, one) for one in requests]
+        _wait_tokens(server, before + wanted / 64)
+        os.kill(victim, signal.SIGKILL)
+        _wait_tokens(server, before + wanted / 2)
+        two.kill(other)
+        two.add()
+        found = [one.result() for one in reading]
     _wait_replicas(2)
     return found
 
@@ -121,36 +122,34 @@ def _turns(two: Nodes, server: Running, requests: list[dict[str, Any]], expected
 
 
 def test_a_killed_replica_and_a_killed_node_cost_their_streams_a_pause(
-    two: Nodes, pair: tuple[Path, Path], alone: Any, tmp_path: Path
+    two: Nodes, pair: tuple[Path, Path], alone: Any, right_long: list[Any], tmp_path: Path
 ) -> None:
-    requests = [*_requests(12, 800), *_long()[:8]]
-    expected = [right_answer(alone, one) for one in requests]
-    _turns(two, two.server(_told(two, pair), tmp_path / "log"), requests, expected, 1)
+    short = _requests(12, 500)
+    expected = [*(right_answer(alone, one) for one in short), *right_long[:8]]
+    _turns(two, two.server(_told(two, pair), tmp_path / "log"), [*short, *LONG[:8]], expected, 1)
 
 
 @pytest.mark.slow
 def test_ten_times_a_replica_and_a_node_during_fifty_streams(
     two: Nodes, pair: tuple[Path, Path], alone: Any, tmp_path: Path
 ) -> None:
-    requests = _requests(50, 600)
+    requests = _requests(50, 300)
     expected = [right_answer(alone, one) for one in requests]
     _turns(two, two.server(_told(two, pair), tmp_path / "log"), requests, expected, 10)
 
 
 @pytest.mark.slow
 def test_without_resuming_the_streams_of_a_killed_replica_end_with_errors(
-    two: Nodes, pair: tuple[Path, Path], alone: Any, tmp_path: Path
+    two: Nodes, pair: tuple[Path, Path], right_long: list[Any], tmp_path: Path
 ) -> None:
-    requests = _long()
-    expected = [right_answer(alone, one) for one in requests]
-    found = _disturbed(two, two.server(_told(two, pair, resume=False), tmp_path / "log"), requests, 0)
+    found = _disturbed(two, two.server(_told(two, pair, resume=False), tmp_path / "log"), LONG, 0)
     assert "engine_down" in found
-    assert all(one in ("engine_down", right) for one, right in zip(found, expected, strict=True))
+    assert all(one in ("engine_down", right) for one, right in zip(found, right_long, strict=True))
 
 
 @pytest.mark.slow
 def test_replicas_of_other_kernels_never_go_on_with_a_text(
-    two: Nodes, pair: tuple[Path, Path], alone: Any, tmp_path: Path
+    two: Nodes, pair: tuple[Path, Path], right_long: list[Any], tmp_path: Path
 ) -> None:
     """One of each: a text whose replica is lost waits for patience, and ends; the others are not touched."""
     from ray import serve
@@ -173,18 +172,11 @@ def test_replicas_of_other_kernels_never_go_on_with_a_text(
             found = list(pool.map(lambda a: server.post("/v1/completions", **a), short))
         prints |= {one["system_fingerprint"] for one in found}
         assert time.monotonic() < end, prints
-    requests = _long()
-    expected = [right_answer(alone, one) for one in requests]
     before, victims = _tokens(server), wait_for(ENGINE, 2)
-
-    def kill() -> None:
+    with ThreadPoolExecutor(len(LONG)) as pool:
+        reading = [pool.submit(_read, server, one) for one in LONG]
         _wait_tokens(server, before + 200)
         os.kill(victims[0], signal.SIGKILL)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    with ThreadPoolExecutor(len(requests)) as pool:
-        found = list(pool.map(lambda one: _read(server, one), requests))
-    killer.join()
-    assert "engine_down" in found and any(one == right for one, right in zip(found, expected, strict=True))
-    assert all(one in ("engine_down", right) for one, right in zip(found, expected, strict=True))
+        found = [one.result() for one in reading]
+    assert "engine_down" in found and any(one == right for one, right in zip(found, right_long, strict=True))
+    assert all(one in ("engine_down", right) for one, right in zip(found, right_long, strict=True))
