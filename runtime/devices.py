@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from runtime.errors import UserError
+from runtime.machine import cpu_share
 
 if TYPE_CHECKING:
     import torch
@@ -95,6 +96,15 @@ def explaining() -> Iterator[None]:
         if meant is None:
             raise
         raise meant from error
+
+
+def keep_to_share() -> None:
+    """Has torch compute on no more threads than a container's share of processors: by itself it counts the host's."""
+    import torch
+
+    share = cpu_share()
+    if share is not None and torch.get_num_threads() > share:
+        torch.set_num_threads(max(1, int(share)))
 
 
 def use_threads(count: int) -> None:

@@ -1,7 +1,6 @@
 """What is asked, opened and looked over before anything is written: files, layers, sizes, and whether memory does."""
 
 import math
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from compress.model.source import Source
 from compress.pipeline.forecast import available, shown
 from compress.pipeline.inputs import RunInputs, open_inputs
 from compress.report.size import weight_bytes as files_bytes
+from runtime.machine import total_memory
 
 if TYPE_CHECKING:
     from runtime.model.load import Model
@@ -67,8 +67,8 @@ def require_own_decoder(model: "Model") -> None:
 
 def _check_budget(asked: Question) -> None:
     """Candidates are measured here: a budget that this machine does not have says nothing of them."""
-    budget, there = asked.budgets.memory, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if budget is not None and budget > there:
+    budget, there = asked.budgets.memory, total_memory()
+    if budget is not None and there is not None and budget > there:
         raise UserError(
             f"--memory: expected at most the {shown(there)} of this machine, where the plan is measured, found "
             f"{shown(budget)}: ask for less, or leave it out"

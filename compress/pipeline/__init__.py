@@ -32,6 +32,7 @@ from compress.recipe import Recipe
 from compress.records import RunFacts
 from compress.training.parallel import World, current, joined
 from runtime.bench import digest
+from runtime.devices import keep_to_share
 
 # What the manifest says of a stage that trains: no times, so that equal runs give equal bytes.
 _UNTIMED = ("budget", "text", "steps", "tokens", "before", "best", "best_step", "perplexity", "acceptance", "made_of")
@@ -77,7 +78,9 @@ def run(context: RunContext, report: Report | None = None) -> Artifact:
 def _threads(count: int | None) -> Iterator[None]:
     """Within, torch computes on so many threads; a caller's own count is as it was afterwards."""
     before = torch.get_num_threads()
-    if count is not None:
+    if count is None:
+        keep_to_share()
+    else:
         torch.set_num_threads(count)
     try:
         yield

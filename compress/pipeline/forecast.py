@@ -26,6 +26,7 @@ from compress.quantize import rtn
 from runtime.checkpoints.architecture import describe
 from runtime.formats import schemes
 from runtime.formats.schemes import SCHEMES
+from runtime.machine import free_memory
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -189,20 +190,9 @@ def check(need: Forecast, folder: Path, budget: int | None) -> bool:
 
 
 def available() -> int | None:
-    """Bytes of memory that a process can still get; None where the system does not tell."""
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="ascii")
-    except OSError:
-        return None
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
-    if found is None:
-        return None
-    free = int(found[1]) * 1024 + resident()
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-        return min(free, int(limit)) if limit.isdecimal() else free
-    except OSError:
-        return free
+    """Bytes of memory that this process can have, with what it holds; None where the system does not tell."""
+    free = free_memory()
+    return None if free is None else free + resident()
 
 
 def resident() -> int:

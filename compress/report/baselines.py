@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.report.schema_speed import Baseline
+from runtime.machine import free_memory
 
 LIMIT_SECONDS = 60.0
 NOTE = (
@@ -79,12 +80,8 @@ def _row(name: str, why: str) -> Baseline:
 def _too_large(original: Path) -> str | None:
     """Why the float32 copy cannot be afforded here, or None. Weights on disk are taken to have two bytes each."""
     stored = sum(file.stat().st_size for file in original.glob("*.safetensors"))
-    try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return None
-    needed = 2 * stored
-    if needed > free / 2:
+    free, needed = free_memory(), 2 * stored
+    if free is not None and needed > free / 2:
         return f"a float32 copy would take {needed / 1e9:.1f} GB of the {free / 1e9:.1f} GB of free memory"
     return None
 

@@ -1,7 +1,5 @@
 """Where a report was measured. No name of the host."""
 
-import os
-
 import torch
 
 from compress.report.schema import Machine
@@ -10,10 +8,10 @@ from runtime.bench.measure import machine
 
 def describe(device: torch.device, kernels: str) -> Machine:
     """CPU model, cores that this process may use, the kernels that decode, device."""
-    affinity = getattr(os, "sched_getaffinity", None)
+    told = machine()
     return Machine(
-        cpu=machine()["cpu"],
-        cores=len(affinity(0)) if affinity else os.cpu_count() or 1,
+        cpu=told["cpu"],
+        cores=told["cores"],
         instruction_path=kernels,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     )

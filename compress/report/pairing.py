@@ -6,7 +6,6 @@
 3. The fastest wins where it beats plain decoding by `WORTH`; less is within the noise, and plain decoding wins.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from compress.report.schema_speed import PLAIN, Pairing
 from compress.report.timing import Timed, Work, compare, time_interleaved
 from runtime.engine.metrics import Metrics, predicted_speedup
 from runtime.errors import UserError
+from runtime.machine import free_memory
 from runtime.model.load import load
 from runtime.speculate import Speculator
 from runtime.speculative.costs import width_cost
@@ -249,11 +249,8 @@ def _refused(name: str, why: str) -> Pairing:
 def _require_room(target: "Model") -> None:
     """Raises UserError where a second copy of the weights would take more than half of the free memory."""
     stored = sum(file.stat().st_size for file in target.path.glob("*.safetensors"))
-    try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return
-    if target.decoder.device.type == "cpu" and stored > free / 2:
+    free = free_memory()
+    if target.decoder.device.type == "cpu" and free is not None and stored > free / 2:
         raise UserError(
             f"nested was not timed: the target once more would take {stored / 1e9:.1f} GB of the {free / 1e9:.1f} GB of"
             " free memory"

@@ -1,6 +1,5 @@
 """What all benchmarks share: the device and its clock, interleaved rounds, rows of results, and the memory's speed."""
 
-import os
 import platform
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from runtime import native
 from runtime.devices import explained, resolve
 from runtime.errors import UserError
 from runtime.kernels.triton import usable
+from runtime.machine import logical_cpus
 from runtime.model.layers import Mixture, linears, mlp_linears
 
 ENGINE = "specpress"
@@ -148,7 +148,7 @@ def machine() -> dict[str, Any]:
     lines = listing.read_text(encoding="utf-8", errors="replace").splitlines() if listing.is_file() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     cpu = names[0] if names else platform.processor() or platform.machine()
-    return {"cpu": cpu, "cores": os.cpu_count(), "system": platform.system()}
+    return {"cpu": cpu, "cores": logical_cpus(), "system": platform.system()}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from runtime.checkpoints.architecture import (
 from runtime.checkpoints.open import open_checkpoint
 from runtime.checkpoints.safetensors import inside
 from runtime.contract import Decoder
-from runtime.devices import explaining, resolve, use_threads
+from runtime.devices import explaining, keep_to_share, resolve, use_threads
 from runtime.errors import UserError
 from runtime.files import read_json
 from runtime.kernels.dispatch import choose
@@ -104,7 +104,8 @@ def load(
 
     path     a model directory, a run folder, a GGUF file, a directory with a model.onnx (an export), or a hub name.
     device   "cpu", "cuda", "cuda:N" or "auto" (CUDA where there is one).
-    threads  of the native kernels (None: physical cores) and, for the whole process, torch's (None: as they are).
+    threads  of the native kernels (None: physical cores) and, for the whole process, torch's (None: as they are, but no
+             more than a container's share).
     kernels  "auto", or the name of one set of kernels (kernels.available says which run here, and why).
     adapter  run through transformers even where the decoder knows the architecture; a `Through` (hf_adapter.py) says in
              which type it computes, and whether it is spread over devices.
@@ -113,7 +114,9 @@ def load(
     Raises UserError for anything wrong with the directory, the device or the architecture.
     """
     where = resolve(device)
-    if threads is not None:
+    if threads is None:
+        keep_to_share()
+    else:
         use_threads(threads)
     if graph.holds(folder := Path(path).expanduser()):
         from runtime.model.onnx.decoder import open_decoder

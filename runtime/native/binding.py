@@ -1,7 +1,6 @@
 """The compiled library, by ctypes. Pointers leave Python only in this folder; structs.py has what they point to."""
 
 import ctypes
-import os
 import weakref
 from collections.abc import Callable
 from ctypes import byref, c_double, c_float, c_int64, c_uint64, c_void_p
@@ -10,6 +9,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
+from runtime.machine import cores
 from runtime.native.arena import Arena
 from runtime.native.structs import (
     AnglesStruct,
@@ -170,17 +170,8 @@ def pool(threads: int) -> Pool:
 
 @cache
 def default_threads() -> int:
-    """Physical cores that this process may run on: threads of one core share the units that the kernels fill."""
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    cores = set()
-    for cpu in os.sched_getaffinity(0):
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        try:
-            cores.add(siblings.read_text().strip())
-        except OSError:
-            cores.add(str(cpu))
-    return max(1, len(cores))
+    """One for each physical core that this process may run on."""
+    return cores()
 
 
 def bandwidth_reader(threads: int, size: int = 1 << 28) -> Callable[[], float]:

@@ -13,6 +13,7 @@ from runtime.engine.engine import Engine
 from runtime.engine.requests import RequestOptions, make_request
 from runtime.errors import UserError
 from runtime.files import read_json
+from runtime.machine import free_memory
 from runtime.model.load import Model, load
 from runtime.sampling.params import Sampling
 from runtime.sampling.stopping import Exactly
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 PAGE = 64  # tokens
 _SHARE = 4  # of the memory that is free, one part for keys and values
+_UNTOLD = 4_000_000_000  # bytes that are taken to be free where the system does not tell
 _TEXT = (
     "The harbour lay still in the morning, and the boats that had come in at night were tied to the wall one beside the"
     " other. A man in a blue coat counted the crates on the quay, wrote the number into his book, and began again."
@@ -155,12 +157,8 @@ def _free_memory(model: Model) -> int:
 
 
 def _free_on_host() -> int:
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 4_000_000_000
+    free = free_memory()
+    return _UNTOLD if free is None else free
 
 
 def _widths(model: Model) -> Mapping[int, float]:
