@@ -16,8 +16,24 @@ __all__ = ["Architecture", "configuration", "describe", "in_towers", "language_m
 
 # Checkpoints with towers for images, whose language model alone says what follows a text; and where they have it: its
 # parts, its head.
-COMPOSITES = ("gemma3", "gemma4", "llama4", "mistral3")
-_PLACES = (("language_model.model.", "language_model.lm_head"), ("model.language_model.", "lm_head"))
+COMPOSITES = (
+    *("gemma3", "gemma4", "llama4", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"),
+    *("qwen3_5_moe", "exaone4_5", "idefics3", "internvl", "lfm2_vl", "lfm3_vl", "llava", "llava_next"),
+    *("llava_onevision", "smolvlm"),
+)
+_PLACES = (
+    ("language_model.model.", "language_model.lm_head"),
+    ("model.language_model.", "lm_head"),
+    ("model.text_model.", "lm_head"),
+    ("model.", "lm_head"),
+)
+# Language models that only composites have, and whose they are: a text's positions are the same in all three axes.
+_INSIDE: dict[str, dict[str, Any]] = {
+    "qwen2_vl_text": {"model_type": "qwen2"},
+    "qwen2_5_vl_text": {"model_type": "qwen2"},
+    "qwen3_vl_text": {"model_type": "qwen3"},
+    "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},
+}
 
 # Names that do not begin with a block's.
 _OF_MODEL = ("embedding", "block", "norm", "layer_table", "layer_projection", "layer_norm")
@@ -74,6 +90,7 @@ def describe(config: dict[str, Any]) -> Architecture | None:
 
     Raises UserError where the family is known and a key it needs is missing or has a value that cannot be run.
     """
+    config = config | _INSIDE.get(str(config.get("model_type")), {})
     family = FAMILIES.get(str(config.get("model_type")))
     return None if family is None else family(config)
 

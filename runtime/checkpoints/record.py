@@ -27,6 +27,8 @@ class Names:
     mlp_norm: str | None = "post_attention_layernorm"
     output_norm: str | None = None  # of what the MLP adds
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    # A layer whose sigmoids multiply what attention mixes, where it is one of its own.
+    attention_gate: str | None = None
     out: str = "self_attn.o_proj"
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
@@ -186,9 +188,9 @@ class Architecture:
     # Those norms have weights; and are in all layers, or in those that rotate.
     query_key_weights: bool = True
     query_key_norm_layers: Literal["all", "rotated"] = "all"
-    # For each layer the set of rotary parameters (a key of rope_parameters, "": the only one); None: not rotated. ():
-    # the only one everywhere.
-    rotary: tuple[str | None, ...] = ()
+    # For each layer the set of rotary parameters (a key of rope_parameters, "": the only one; a number: the same with
+    # this base); None: not rotated. (): the only one everywhere.
+    rotary: tuple[str | float | None, ...] = ()
     # Dimensions 2i and 2i + 1 rotate together, not i and i + half.
     rotary_neighbours: bool = False
     # Queries are multiplied by 1 + a · ln(1 + floor((position + c) / b)): (a, b, c); in all layers, or in those that
@@ -219,6 +221,8 @@ class Architecture:
     mlp_scales: tuple[float, float] = (1.0, 1.0)
     # The layer of queries makes as many numbers besides, head by head, whose sigmoids multiply what attention mixes.
     output_gate: bool = False
+    # A layer of its own that does (Names.attention_gate) makes one number for each head, not one for each dimension.
+    gate_by_head: bool = False
     # Of each layer, where they differ: (): kv_heads and head_dim, `intermediate`.
     head_shapes: tuple[HeadShape, ...] = ()
     intermediates: tuple[int, ...] = ()
@@ -298,6 +302,6 @@ class Architecture:
         return self.head_dim if self.latent is None else self.latent.rank
 
     @property
-    def rotations(self) -> tuple[str | None, ...]:
+    def rotations(self) -> tuple[str | float | None, ...]:
         """`rotary` for every layer."""
         return self.rotary or ("",) * self.layers

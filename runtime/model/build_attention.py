@@ -59,6 +59,8 @@ def attention(reader: TensorReader, a: Architecture, prefix: str, number: int, r
         bias, of_gate = reader.bias(first, 2 * heads), rows[:, 1].flatten()
         taken = take_rows(reader.weight(first, (2 * heads, a.hidden)), of_gate)
         gate = linear(taken, None if bias is None else bias[of_gate], reader.kernel)
+    elif names.attention_gate is not None:
+        gate = reader.linear(f"{prefix}.{names.attention_gate}", (a.heads if a.gate_by_head else heads, a.hidden))
     return Attention(
         qkv=reader.join([f"{prefix}.{name}" for name in layers], sizes, a.hidden, orders, whole),
         gate=gate,
@@ -79,7 +81,9 @@ def _head_norm(reader: TensorReader, a: Architecture, name: str, heads: int, dim
     """The weight of queries' or keys' norm, in the order of their rows."""
     if not a.query_key_weights:
         return torch.ones(dim, device=reader.device)
-    if a.query_key_span == "each head":
+    if a.query_key_span == "each head" and "{}" not in name:
+        weight = reader.table(f"{name}.weight", (heads, dim)).float()
+    elif a.query_key_span == "each head":
         found = [reader.norm(name.format(head), dim) for head in range(heads)]
         weight = torch.stack([norm.weight for norm in found if norm is not None])
     else:

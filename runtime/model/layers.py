@@ -64,7 +64,7 @@ class Attention:
     sinks           (heads,) float32.
     rotary          the number of its rotary table (RotaryTables.of).
     grows           whether its queries are multiplied by what grows with their position.
-    gate            the sigmoids of what it makes multiply what attention mixes.
+    gate            the sigmoids of what it makes multiply what attention mixes: one for each dimension, or each head.
     v_norm          (d,), the weight of a norm of values.
     shares          qkv makes queries alone: keys and values are those that an earlier layer has left in the cache.
     keys_as_values  qkv makes queries and keys, and the values are the keys before norm and rotation.

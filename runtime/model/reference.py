@@ -222,7 +222,10 @@ class LlamaDecoder(BaseDecoder):
             each = [values(mixed[:, h].contiguous()) for h, values in enumerate(weights.latent.values)]
             mixed = torch.stack(each, dim=1)
         mixed = mixed.reshape(len(mixed), -1)
-        return weights.out(mixed if weights.gate is None else mixed * sigmoid(weights.gate(x)))
+        if weights.gate is not None:
+            gates = sigmoid(weights.gate(x))
+            mixed = (mixed.view(*gates.shape, -1) * gates.unsqueeze(-1)).flatten(1)
+        return weights.out(mixed)
 
     def _norm_heads(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Queries or keys (T, heads, d) normed head by head, or all heads of a row as one vector."""

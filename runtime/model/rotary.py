@@ -41,17 +41,20 @@ class _Base(float):
         return powers(float(self), exponents) if isinstance(exponents, Tensor) else float(self) ** exponents
 
 
-def frequencies(config: Any, layers: str = "", head_dim: int = 0) -> tuple[Tensor, float]:
+def frequencies(config: Any, layers: str | float = "", head_dim: int = 0) -> tuple[Tensor, float]:
     """Inverse frequencies (r/2,) float32 and the factor on cos and sin, as transformers computes them.
 
-    layers    the kind of layers whose parameters are meant, where rope_parameters has several sets.
+    layers    the kind of layers whose parameters are meant, where rope_parameters has several sets; or their base.
     head_dim  dimensions of these layers' heads; 0: the configuration's.
 
     The same bits on every machine. RoFormer (2104.09864); partial rotary dimensions as in Phi; linear, llama3 and yarn
     scaling by transformers.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
-    parameters = parameters[layers] if layers else parameters
+    if isinstance(layers, float):
+        parameters = {**parameters, "rope_theta": layers}
+    elif layers:
+        parameters = parameters[layers]
     kind = parameters.get("rope_type", "default")
     base = _Base(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10_000.0)
     if not head_dim:
@@ -68,9 +71,9 @@ def frequencies(config: Any, layers: str = "", head_dim: int = 0) -> tuple[Tenso
             config.rope_parameters = {**parameters, "rope_theta": base}
             inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
         return inverse.float(), float(factor)
-    rotated = int(
-        head_dim * (parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0)
-    )
+    share = parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None)
+    # GPT-J's configuration has the number itself.
+    rotated = int(head_dim * share) if share else getattr(config, "rotary_dim", None) or head_dim
     return 1.0 / (base ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)), 1.0
 
 
@@ -85,7 +88,7 @@ def _proportional(base: _Base, head_dim: int, parameters: Mapping[str, Any]) -> 
 class RotaryTable:
     """cos and sin (positions, r/2) float32."""
 
-    def __init__(self, config: Any, device: torch.device, layers: str = "", head_dim: int = 0):
+    def __init__(self, config: Any, device: torch.device, layers: str | float = "", head_dim: int = 0):
         self._inverse, self._factor = frequencies(config, layers, head_dim)
         self._device = device
         self._count = 0

@@ -70,6 +70,7 @@ _INDEXED = _LINEAR | {
 }
 _WIDE = {"attention_hidden_size": 128, "attention_head_dim": 32}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_SECTIONS = {"rope_parameters": _ROPE | {"mrope_section": [4, 2, 2]}}
 # What some architectures want besides; the first with which one can be built and run is taken.
 _VARIANTS: tuple[dict[str, Any], ...] = (
     {},
@@ -113,6 +114,9 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "longcat_flash": {"num_key_value_heads": 4, "expert_ffn_hidden_size": 64, "moe_topk": 2, "zero_expert_num": 2},
     "mamba2": {"head_dim": 32},
+    "lfm3_vl": {"text_config": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}},
+    "qwen2_vl": {"text_config": _SECTIONS, "vision_config": {"embed_dim": 64, "num_heads": 4, "depth": 2}},
+    "qwen2_5_vl": {"text_config": _SECTIONS},
     "qwen4_exp": {"text_config": _INDEXED},
     "qwen4_exp_text": _INDEXED,
     "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [16, 32]},

@@ -200,9 +200,15 @@ void Decoder::add_mixed(const Layer& layer, int64_t rows) {
     prepare(out, rows, [&](int thread, int64_t row) {
         const float* from = mixed + row * wide;
         if (!layer.gate) return from;
-        const float* gates = values_.data() + row * wide;
+        // One for each dimension, or for each head.
+        const int64_t gates = layer.gate->outputs, each = wide / gates;
+        const float* gate = values_.data() + row * gates;
         float* to = scratch(thread) + widest_;
-        for (int64_t d = 0; d < wide; d++) to[d] = from[d] * gates[d];
+        if (each == 1)
+            for (int64_t d = 0; d < wide; d++) to[d] = from[d] * gate[d];
+        else
+            for (int64_t g = 0; g < gates; g++)
+                for (int64_t d = g * each; d < (g + 1) * each; d++) to[d] = from[d] * gate[g];
         return static_cast<const float*>(to);
     });
     branch(layer.out, layer.attention_norm, model_.attention_added, rows);

@@ -113,7 +113,7 @@ struct Layer {
     const Convolution* convolution;  // or null
     const Delta* delta;       // or null
     const Mamba* mamba;       // or null
-    const Weights* gate;      // whose sigmoids multiply what attention mixes, or null
+    const Weights* gate;      // whose sigmoids multiply what attention mixes, one for each dimension or each head, or null
     // Which of the model's heads it has, and the number of its keys among those of such layers.
     int64_t group, keys;
     int64_t shares;           // keys and values are another layer's: qkv makes queries alone

@@ -90,7 +90,7 @@ bool sound(const Model& model) {
             if (!model.inputs || !fits(layer.own->gate, model.inputs->size, model.hidden)) return false;
             if (!fits(layer.own->out, model.hidden, model.inputs->size)) return false;
         }
-        if (layer.gate && !fits(layer.gate, h.heads * h.dim, model.hidden)) return false;
+        if (layer.gate && !fits(layer.gate, h.heads * h.dim, model.hidden) && !fits(layer.gate, h.heads, model.hidden)) return false;
         if (!layer.mixture) {
             if (!layer.down) continue;
             if (!mlp(layer.gate_up, layer.down)) return false;

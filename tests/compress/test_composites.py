@@ -24,6 +24,11 @@ CLASSES = {
     "mistral3": "Mistral3ForConditionalGeneration",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "llama4": "Llama4ForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "smolvlm": "SmolVLMForConditionalGeneration",
+    "lfm2_vl": "Lfm2VlForConditionalGeneration",
+    "internvl": "InternVLForConditionalGeneration",
 }
 RECIPES = ("int8-dynamic", "nf4", "int4-gptq")
 SLICE = {("mistral3", "int4-gptq")}

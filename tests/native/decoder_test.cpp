@@ -392,7 +392,8 @@ void test_decoder(const NamedPath& path) {
     shapes[5].name = "int4, int4 cache, window", shapes[5].kind = INT4, shapes[5].cache = CACHE_INT4;
     shapes[5].window = 40, shapes[5].dim = 64;
     shapes[6].name = "ternary, int4 cache", shapes[6].kind = TERNARY, shapes[6].cache = CACHE_INT4;
-    shapes[7].name = "convolution", shapes[7].taps = 4, shapes[7].head_norms = true;
+    shapes[7].name = "convolution, a gate for each head", shapes[7].taps = 4, shapes[7].head_norms = true;
+    shapes[7].gate = shapes[7].by_head = true;
     shapes[8].name = "convolution, int4 mixture, int8 cache", shapes[8].taps = 2, shapes[8].kind = INT4, shapes[8].experts = 5;
     shapes[8].cache = CACHE_INT8;
     shapes[9].name = "delta rule, gate", shapes[9].taps = 4, shapes[9].delta = shapes[9].gate = true;

@@ -57,7 +57,7 @@ TestModel::TestModel(const ModelShape& s, Random& random, Pool& pool) : shape(s)
             b.skip = random.reals(SPACE_HEADS, 0.5f, 1.5f), b.space_norm = random.reals(SPACE, 0.5f, 1.5f);
             b.multipliers = random.reals(SPACE_MADE, 0.5f, 1.5f);
         }
-        if (!stateful && s.gate) b.gate.add(random_layer(s.kind, HEADS * s.dim, HIDDEN, random, pool));
+        if (!stateful && s.gate) b.gate.add(random_layer(s.kind, s.by_head ? HEADS : HEADS * s.dim, HIDDEN, random, pool));
         for (int64_t e = 0; e < std::max<int64_t>(1, s.experts); e++) {
             b.gate_up.emplace_back(), b.down.emplace_back();
             b.gate_up.back().add(random_layer(s.kind, WIDE, HIDDEN, random, pool));

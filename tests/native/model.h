@@ -29,6 +29,7 @@ struct ModelShape {
     int64_t taps = 0;    // of a convolution in the first block's attention's place; 0: there is none
     bool delta = false;  // a delta rule stands there, behind that convolution
     bool gate = false;   // on what attention mixes
+    bool by_head = false;  // one for each head, not each dimension
     bool mamba = false;  // that convolution is a state space's, which stands beside attention; the other block has no MLP
     bool shared = false;   // the last block reads the first one's keys and values
     int64_t inputs = 0;    // numbers that each block reads for itself; 0: none

@@ -192,7 +192,7 @@ def _numbers(a: Architecture) -> Keys:
         out["attention.scale"] = float(a.scaling)
         out["embedding_scale"], out["residual_scale"] = float(a.embedding_scale), float(a.residual_scale)
         out["logit_scale"] = 1.0 / a.logits_scale
-    elif a.logits_scale != 1.0 or a.model_type == "cohere2":
+    elif a.logits_scale != 1.0 or a.model_type in ("cohere", "cohere2"):
         out["logit_scale"] = float(a.logits_scale)
     return out
 
@@ -215,7 +215,7 @@ def _experts(a: Architecture) -> Keys:
         return {}
     experts = a.experts
     out: Keys = {"expert_count": experts.count, "expert_used_count": experts.per_token}
-    if a.model_type not in ("mixtral", "granitemoe", "olmoe"):
+    if a.model_type not in ("mixtral", "granitemoe", "granitemoeshared", "olmoe"):
         out["expert_feed_forward_length"] = experts.hidden
     if experts.shared:
         out["expert_shared_feed_forward_length"] = experts.shared

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from runtime.checkpoints.families.common import Config, activation, count, llama
+from runtime.checkpoints.families.common import Config, activation, count, llama, windows
 from runtime.checkpoints.record import Architecture, Names
+from runtime.errors import UserError
 
 _NEOX = Names(
     embedding="gpt_neox.embed_in",
@@ -27,6 +28,20 @@ _GPT2 = Names(
     gate_up=("mlp.c_fc",),
     down="mlp.c_proj",
 )
+_GPT_NEO = replace(
+    _GPT2,
+    qkv=tuple(f"attn.attention.{part}_proj" for part in "qkv"),
+    out="attn.attention.out_proj",
+)
+_GPTJ = replace(
+    _GPT2,
+    positions=None,
+    mlp_norm="ln_1",
+    qkv=tuple(f"attn.{part}_proj" for part in "qkv"),
+    out="attn.out_proj",
+    gate_up=("mlp.fc_in",),
+    down="mlp.fc_out",
+)
 _OPT = Names(
     embedding="model.decoder.embed_tokens",
     block="model.decoder.layers.{}",
@@ -49,29 +64,105 @@ _FALCON = replace(
 )
 
 
+def _gpt(config: Config) -> Config:
+    """GPT-2's keys under the names that the others have."""
+    hidden = config.get("n_embd", config.get("hidden_size"))
+    return config | {
+        "hidden_size": hidden,
+        "num_attention_heads": config.get("n_head", config.get("num_attention_heads")),
+        "num_hidden_layers": config.get("n_layer", config.get("num_hidden_layers")),
+        "intermediate_size": config.get("n_inner") or 4 * (hidden or 0),
+        "max_position_embeddings": config.get("n_positions", config.get("max_position_embeddings", 1024)),
+    }
+
+
 def gpt2(config: Config) -> Architecture | None:
     """Learned positions, matrices stored (inputs, outputs)."""
     plain = config.get("scale_attn_weights", True) and not config.get("scale_attn_by_inverse_layer_idx")
     if not plain or config.get("add_cross_attention"):
         return None
-    hidden = config.get("n_embd", config.get("hidden_size"))
-    told = {
-        "hidden_size": hidden,
-        "num_attention_heads": config.get("n_head", config.get("num_attention_heads")),
-        "num_hidden_layers": config.get("n_layer", config.get("num_hidden_layers")),
-    }
+    told = _gpt(config)
     return llama(
-        config | told,
+        told,
         activation(config, "gelu_new", "activation_function"),
         names=_GPT2,
         norm="layer",
         norm_eps=config.get("layer_norm_epsilon", 1e-5),
         gated=False,
         tied=bool(config.get("tie_word_embeddings", True)),
-        intermediate=config.get("n_inner") or 4 * (hidden or 0),
-        max_positions=config.get("n_positions", config.get("max_position_embeddings", 1024)),
+        intermediate=told["intermediate_size"],
+        max_positions=told["max_position_embeddings"],
         transposed=True,
-        rotary=(None,) * (told["num_hidden_layers"] or 0),
+        rotary=(None,) * count(told, "num_hidden_layers"),
+    )
+
+
+def gpt_bigcode(config: Config) -> Architecture | None:
+    """StarCoder: GPT-2's parts, plain matrices, one key head; or each head's queries, keys and values together."""
+    if not config.get("scale_attn_weights", True) or config.get("add_cross_attention"):
+        return None
+    multi = bool(config.get("multi_query", True))
+    told = _gpt(config)
+    return llama(
+        told | {"num_key_value_heads": 1 if multi else told["num_attention_heads"]},
+        activation(config, "gelu_pytorch_tanh", "activation_function"),
+        names=_GPT2,
+        norm="layer",
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        gated=False,
+        tied=bool(config.get("tie_word_embeddings", True)),
+        intermediate=told["intermediate_size"],
+        max_positions=told["max_position_embeddings"],
+        grouped_rows=not multi,
+        rotary=(None,) * count(told, "num_hidden_layers"),
+    )
+
+
+def gpt_neo(config: Config) -> Architecture | None:
+    """Learned positions, scores that are not divided by anything, windows in every other layer."""
+    layers = count(config | {"num_layers": config.get("num_layers", config.get("num_hidden_layers"))}, "num_layers")
+    kinds = config.get("attention_layers") or []
+    if not kinds:
+        for names, times in config.get("attention_types") or [[["global", "local"], -(-layers // 2)]]:
+            kinds = [*kinds, *list(names) * times]
+    if len(kinds) != layers:
+        raise UserError(f"config.json: attention_types must tell of {layers} layers, found {len(kinds)}")
+    told = {"num_hidden_layers": layers, "num_attention_heads": config.get("num_heads")}
+    told["layer_types"] = kinds
+    return llama(
+        config | told,
+        activation(config, "gelu_new", "activation_function"),
+        names=_GPT_NEO,
+        norm="layer",
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        gated=False,
+        tied=bool(config.get("tie_word_embeddings", True)),
+        attention_scale=1.0,
+        windows=windows(config | told, "local", "window_size"),
+        rotary=(None,) * layers,
+    )
+
+
+def gptj(config: Config) -> Architecture | None:
+    """Attention and MLP side by side; neighbours of the first `rotary_dim` dimensions rotate."""
+    told, rotated = _gpt(config), config.get("rotary_dim", 64)
+    # Without it a whole head rotates, by frequencies of as many dimensions as the model has.
+    if rotated is None:
+        return None
+    if not isinstance(rotated, int) or rotated < 2 or rotated % 2:
+        raise UserError(f"config.json: rotary_dim must be an even number of dimensions of a head, found {rotated!r}")
+    return llama(
+        told,
+        activation(config, "gelu_new", "activation_function"),
+        names=_GPTJ,
+        norm="layer",
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        parallel=True,
+        gated=False,
+        tied=bool(config.get("tie_word_embeddings", False)),
+        intermediate=told["intermediate_size"],
+        max_positions=told["max_position_embeddings"],
+        rotary_neighbours=True,
     )
 
 

@@ -84,24 +84,15 @@ def olmo2(config: Config) -> Architecture | None:
     )
 
 
-def granite(config: Config) -> Architecture | None:
-    """Four multipliers."""
-    keys = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
-    embedding, attention, residual, logits = (number(config.get(key, 1.0), key) for key in keys)
-    return llama(
-        config,
-        activation(config),
-        embedding_scale=embedding,
-        attention_scale=attention,
-        residual_scale=residual,
-        logits_scale=1.0 / logits,
-    )
-
-
 def glm4(config: Config) -> Architecture | None:
     """Norms around, neighbours rotate."""
     names = replace(_FUSED_MLP, attention_norm="post_self_attn_layernorm", output_norm="post_mlp_layernorm")
     return llama(config, activation(config), names=names, rotary_neighbours=True)
+
+
+def glm(config: Config) -> Architecture | None:
+    """The generation before: norms before alone."""
+    return llama(config, activation(config), names=_FUSED_MLP, rotary_neighbours=True)
 
 
 def windowed(config: Config) -> Architecture | None:
@@ -131,6 +122,12 @@ def neighbours(config: Config) -> Architecture | None:
 def ungated(config: Config) -> Architecture | None:
     """The same with an MLP without a gate."""
     return llama(config, activation(config, "relu2"), names=_UNGATED, gated=False)
+
+
+def jais2(config: Config) -> Architecture | None:
+    """Layer norms, an MLP without a gate."""
+    eps, act = config.get("layer_norm_eps", 1e-5), activation(config, "relu2")
+    return llama(config, act, names=_UNGATED, norm="layer", norm_eps=eps, gated=False)
 
 
 def exaone4(config: Config) -> Architecture | None:
@@ -213,9 +210,8 @@ def phi(config: Config) -> Architecture | None:
     )
 
 
-def cohere2(config: Config) -> Architecture | None:
-    """Side by side, layer norms without bias, neighbours rotate, and in layers with a window only."""
-    kinds = layer_types(config) or []
+def cohere(config: Config) -> Architecture | None:
+    """Side by side, layer norms without bias, neighbours rotate; queries and keys are normed in the larger ones."""
     return llama(
         config,
         activation(config),
@@ -225,10 +221,19 @@ def cohere2(config: Config) -> Architecture | None:
         norm_eps=config.get("layer_norm_eps", 1e-5),
         tied=bool(config.get("tie_word_embeddings", True)),
         rotary_neighbours=True,
-        rotary=tuple("" if kind == "sliding_attention" else None for kind in kinds),
-        windows=windows(config),
+        query_key_norm=bool(config.get("use_qk_norm", False)),
+        query_key_span="each head",
         logits_scale=float(config.get("logit_scale", 0.0625)),
     )
+
+
+def cohere2(config: Config) -> Architecture | None:
+    """The same; only layers with a window rotate."""
+    found, kinds = cohere(config | {"use_qk_norm": False}), layer_types(config) or []
+    rotary = tuple("" if kind == "sliding_attention" else None for kind in kinds)
+    if found is None:
+        return None
+    return replace(found, query_key_span="head", rotary=rotary, windows=windows(config))
 
 
 def nemotron(config: Config) -> Architecture | None:

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from runtime.checkpoints.families.common import Config, activation, count, layer_types, llama, windows
-from runtime.checkpoints.families.dense import cohere2, exaone4, granite, hunyuan, neighbours
+from runtime.checkpoints.families.common import Config, activation, count, layer_types, llama, rotary_sets, windows
+from runtime.checkpoints.families.dense import cohere2, hunyuan, neighbours, olmo2
 from runtime.checkpoints.record import Architecture, Experts, Names
 from runtime.errors import UserError
 
@@ -45,6 +45,18 @@ def in_groups(config: Config, experts: Experts, best: int) -> tuple[int, int, in
     return groups, chosen, best
 
 
+def dense_among(config: Config, first: int = 0) -> tuple[int, ...]:
+    """The layers that mlp_layer_types calls dense; without it so many of the first.
+
+    Raises UserError where it does not tell of all layers.
+    """
+    layers = count(config, "num_hidden_layers")
+    kinds = config.get("mlp_layer_types") or ["dense"] * min(first, layers) + ["sparse"] * (layers - first)
+    if len(kinds) != layers:
+        raise UserError(f"config.json: mlp_layer_types must name {layers} layers, found {len(kinds)}")
+    return tuple(n for n, kind in enumerate(kinds) if kind != "sparse")
+
+
 def olmoe(config: Config) -> Architecture | None:
     """Queries and keys are normed as one vector."""
     if config.get("clip_qkv") is not None:
@@ -57,6 +69,27 @@ def olmoe(config: Config) -> Architecture | None:
         query_key_norm=True,
         query_key_span="heads",
         experts=of_experts(config, number, "intermediate_size", bool(config.get("norm_topk_prob", False))),
+    )
+
+
+def flex_olmo(config: Config) -> Architecture | None:
+    """OLMo 2's blocks."""
+    found, number = olmo2(config), total(config, "num_experts", "num_local_experts")
+    experts = of_experts(config, number, "intermediate_size", bool(config.get("norm_topk_prob", False)))
+    return None if found is None else replace(found, norm_eps=config.get("rms_norm_eps", 1e-6), experts=experts)
+
+
+def mellum(config: Config) -> Architecture | None:
+    """Qwen3-MoE's blocks, layers of two kinds, a rotation for each."""
+    number = total(config, "num_experts", "num_local_experts")
+    return llama(
+        config,
+        activation(config),
+        query_key_norm=True,
+        rotary=rotary_sets(config),
+        windows=windows(config) if layer_types(config) else (None,) * count(config, "num_hidden_layers"),
+        experts=of_experts(config, number, "moe_intermediate_size", bool(config.get("norm_topk_prob", True))),
+        dense_layers=dense_among(config),
     )
 
 
@@ -75,18 +108,6 @@ def qwen2_moe(config: Config) -> Architecture | None:
         dense_layers=tuple(i for i in range(layers) if i in only or (i + 1) % step),
         windows=windows(config) if config.get("use_sliding_window") else (None,) * layers,
     )
-
-
-def granitemoe(config: Config) -> Architecture | None:
-    """Granite's multipliers; a softmax over the chosen is one over all, divided by the sum of the chosen."""
-    found = granite(config)
-    experts = replace(
-        of_experts(config, "num_local_experts", "intermediate_size", True),
-        names=("block_sparse_moe",),
-        routers=("router.layer", "router"),
-        fused=(("input_linear.weight", "output_linear.weight"), ("experts.gate_up_proj", "experts.down_proj")),
-    )
-    return None if found is None else replace(found, experts=experts)
 
 
 def cohere2_moe(config: Config) -> Architecture | None:
@@ -112,71 +133,6 @@ def cohere2_moe(config: Config) -> Architecture | None:
     if eps is not None:
         found = replace(found, norm="rms", norm_eps=eps)
     return replace(found, experts=experts, mlp_scales=(1.0, 0.5 if averaged else 1.0))
-
-
-def sigmoids(config: Config, number: str, renormalize: bool, shared: str = "n_shared_experts") -> Experts:
-    """DeepSeek-V3's experts: sigmoids choose, with a correction and in groups; some experts are everyone's.
-
-    number, shared  the keys that have how many there are of each.
-    """
-    experts = of_experts(config, number, "moe_intermediate_size", bool(config.get("norm_topk_prob", renormalize)))
-    return replace(
-        experts,
-        scoring="sigmoid",
-        correction="gate.e_score_correction_bias",
-        groups=in_groups(config, experts, 2),
-        scale=float(config.get("routed_scaling_factor", 1.0)),
-        shared=count(config, "moe_intermediate_size") * config.get(shared, 1),
-        **in_shared_experts(),
-    )
-
-
-def _first(config: Config, default: int) -> tuple[int, ...]:
-    """The first layers, which are dense."""
-    return tuple(range(min(config.get("first_k_dense_replace", default), count(config, "num_hidden_layers"))))
-
-
-def glm4_moe(config: Config) -> Architecture | None:
-    """DeepSeek-V3's experts; the first layers are dense."""
-    return llama(
-        config,
-        activation(config),
-        norm_eps=config.get("rms_norm_eps", 1e-5),
-        query_key_norm=bool(config.get("use_qk_norm", False)),
-        experts=sigmoids(config, total(config, "n_routed_experts", "num_local_experts"), True),
-        dense_layers=_first(config, 1),
-    )
-
-
-def dots1(config: Config) -> Architecture | None:
-    """The same, with normed queries and keys, and windows."""
-    return llama(
-        config,
-        activation(config),
-        query_key_norm=True,
-        experts=sigmoids(config, total(config, "n_routed_experts", "num_local_experts"), False),
-        dense_layers=_first(config, 0),
-        windows=windows(config) if layer_types(config) else (None,) * count(config, "num_hidden_layers"),
-    )
-
-
-def exaone_moe(config: Config) -> Architecture | None:
-    """EXAONE 4's attention between norms before it and before DeepSeek-V3's experts."""
-    found, layers = exaone4(config), count(config, "num_hidden_layers")
-    kinds = config.get("mlp_layer_types") or ["sparse"] * layers
-    if len(kinds) != layers:
-        raise UserError(f"config.json: mlp_layer_types must name {layers} layers, found {len(kinds)}")
-    experts = sigmoids(config, total(config, "num_experts", "num_local_experts"), True, "num_shared_experts")
-    return (
-        None
-        if found is None
-        else replace(
-            found,
-            names=Names(),
-            experts=replace(experts, correction="e_score_correction_bias"),
-            dense_layers=tuple(n for n, kind in enumerate(kinds) if kind != "sparse"),
-        )
-    )
 
 
 def ernie4_5_moe(config: Config) -> Architecture | None:
@@ -277,19 +233,6 @@ def phimoe(config: Config) -> Architecture | None:
             scoring="sparse mixer",
             tolerance=2.0 * float(config.get("router_jitter_noise", 0.01)),
         ),
-    )
-
-
-def minimax_m2(config: Config) -> Architecture | None:
-    """Sigmoids choose, with a correction; queries and keys are normed as one vector."""
-    number = total(config, "num_local_experts", "num_experts")
-    experts = of_experts(config, number, "intermediate_size", True)
-    return llama(
-        config,
-        activation(config),
-        query_key_norm=True,
-        query_key_span="heads",
-        experts=replace(experts, scoring="sigmoid", correction="e_score_correction_bias"),
     )
 
 

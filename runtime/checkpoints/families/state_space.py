@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from runtime.checkpoints.families.common import Config, activation, count, layer_types, llama, number
-from runtime.checkpoints.families.dense import granite
-from runtime.checkpoints.families.mixtures import granitemoe, in_groups, in_shared_experts, of_experts, total
+from runtime.checkpoints.families.granite import SHARED, granite, granitemoeshared
+from runtime.checkpoints.families.mixtures import in_groups, in_shared_experts, of_experts, total
 from runtime.checkpoints.mixers import Mamba, Mixer
 from runtime.checkpoints.record import Architecture, Names
 from runtime.errors import UserError
@@ -24,8 +24,7 @@ _NEMOTRON_H = replace(
     gate_up=("mixer.up_proj",),
     down="mixer.down_proj",
 )
-_GRANITE = Names(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
-_FALCON_H1 = Names(
+_FED_FORWARD = Names(
     norm="model.final_layernorm",
     mlp_norm="pre_ff_layernorm",
     gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
@@ -189,16 +188,23 @@ def granitemoehybrid(config: Config) -> Architecture | None:
             f" {other or len(kinds)}"
         )
     rotary = () if config.get("position_embedding_type") == "rope" else (None,) * layers
-    found = granitemoe(config) if config.get("num_local_experts", 8) else granite(config)
+    found = granitemoeshared(config) if config.get("num_local_experts", 8) else granite(config)
     if found is None:
         return None
-    if found.experts is not None:
-        experts = replace(found.experts, shared=shared, shared_gate_up=_GRANITE.gate_up, shared_down=_GRANITE.down)
-        found = replace(found, experts=experts)
     values = (config.get("mamba_expand") or 2) * found.hidden
     sizes = ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "hidden_act")
     how = _mamba(config, sizes, "mamba_d_conv", _expanded(config, values), limits=_limits(config))
-    return _layered(found, how, [_KINDS[kind] for kind in kinds], intermediate=shared, names=_GRANITE, rotary=rotary)
+    return _layered(found, how, [_KINDS[kind] for kind in kinds], intermediate=shared, names=SHARED, rotary=rotary)
+
+
+def bamba(config: Config) -> Architecture | None:
+    """State spaces, attention in some layers, an MLP in each."""
+    layers, attending = count(config, "num_hidden_layers"), config.get("attn_layer_indices") or []
+    values = (config.get("mamba_expand") or 2) * count(config, "hidden_size")
+    sizes = ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "hidden_act")
+    how = _mamba(config, sizes, "mamba_d_conv", _expanded(config, values), limits=_limits(config))
+    found = llama(config, activation(config), names=_FED_FORWARD, norm_eps=config.get("rms_norm_eps", 1e-5))
+    return _layered(found, how, ["attention" if n in attending else "mamba" for n in range(layers)])
 
 
 def falcon_h1(config: Config) -> Architecture | None:
@@ -221,7 +227,7 @@ def falcon_h1(config: Config) -> Architecture | None:
     found = llama(
         config,
         activation(config),
-        names=_FALCON_H1,
+        names=_FED_FORWARD,
         norm_eps=config.get("rms_norm_eps", 1e-5),
         embedding_scale=one.get("embedding_multiplier", 1.0),
         logits_scale=one.get("lm_head_multiplier", 1.0),

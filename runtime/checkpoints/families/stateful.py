@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from runtime.checkpoints.families.common import Config, activation, count, layer_types, llama
+from runtime.checkpoints.families.common import Config, activation, count, layer_types, llama, rotary_sets, windows
 from runtime.checkpoints.families.mixtures import of_experts, qwen2_moe
 from runtime.checkpoints.mixers import Convolution, DeltaNet, Mixer
 from runtime.checkpoints.record import Architecture, Names
@@ -90,6 +90,36 @@ def lfm2_moe(config: Config) -> Architecture | None:
             scale=config.get("routed_scaling_factor", 1.0),
         ),
         dense_layers=tuple(range(min(2 if dense is None else dense, layers))),
+    )
+
+
+def lfm3(config: Config) -> Architecture | None:
+    """Norms around, windows in some layers, a rotation for each kind, a gate for each head."""
+    kinds, taps = layer_types(config) or [], count(config, "conv_L_cache")
+    if not kinds or taps < 2:
+        return None
+    known = {"conv", "full_attention", "sliding_attention"}
+    if (other := set(kinds) - known) or set(kinds) == {"conv"}:
+        raise UserError(
+            f"config.json: layer_types must be {', '.join(sorted(known))}, found {sorted(other or set(kinds))}"
+        )
+    names = replace(_LFM2, out="self_attn.o_proj", query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
+    if config.get("use_sandwich_norm", True):
+        names = replace(names, attention_norm="post_operator_norm", output_norm="post_ffn_norm")
+    if config.get("use_attention_gate", True):
+        names = replace(names, attention_gate="self_attn.gate_proj")
+    return llama(
+        config,
+        "silu",
+        norm_eps=config.get("norm_eps", 1e-5),
+        tied=bool(config.get("tie_word_embeddings", True)),
+        query_key_norm=True,
+        rotary=rotary_sets(config),
+        windows=windows(config),
+        names=names,
+        mixers=tuple("convolution" if kind == "conv" else "attention" for kind in kinds),
+        convolution=Convolution(taps),
+        gate_by_head=True,
     )
 
 

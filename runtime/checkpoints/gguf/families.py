@@ -92,6 +92,10 @@ def _exaone4(keys: Keys, config: Config) -> Config:
     return window(keys, config, 4, 4096)
 
 
+def _cohere(keys: Keys, config: Config) -> Config:
+    return {"logit_scale": keys.number("logit_scale"), "use_qk_norm": keys.has(".attn_q_norm.weight")}
+
+
 def _cohere2(keys: Keys, config: Config) -> Config:
     return window(keys, config, 4) | {"logit_scale": keys.number("logit_scale")}
 
@@ -111,6 +115,10 @@ def _gpt2(keys: Keys, config: Config) -> Config:
         "n_positions": config["max_position_embeddings"],
         "n_inner": config["intermediate_size"],
     }
+
+
+def _starcoder(keys: Keys, config: Config) -> Config:
+    return _gpt2(keys, config) | {"multi_query": config["num_key_value_heads"] == 1}
 
 
 # Ours, where a model's activation is not its architecture's usual one; llama.cpp computes one of them for both.
@@ -176,6 +184,7 @@ FAMILIES: dict[str, Family] = {
     "apertus": Family("apertus", _attention_bias, {"hidden_act": "xielu"}),
     "olmo2": Family("olmo2", _olmo2),
     "smollm3": Family("smollm3", _smollm3, {"use_sliding_window": False}),
+    "chatglm": Family("glm", _attention_bias),
     "glm4": Family("glm4", _attention_bias),
     "mistral3": Family("ministral3", _mistral3, {"sliding_window": None}),
     "deepseek2": Family("deepseek_v3", latent),
@@ -198,7 +207,11 @@ FAMILIES: dict[str, Family] = {
     "exaone-moe": Family("exaone_moe", mixtures.exaone_moe),
     "llama4": Family("llama4_text", mixtures.llama4),
     "arcee": Family("arcee", None, {"hidden_act": "relu2"}),
+    "command-r": Family("cohere", _cohere, {}, "layer_norm_eps", False),
     "cohere2": Family("cohere2", _cohere2, {}, "layer_norm_eps", False),
+    "starcoder": Family(
+        "gpt_bigcode", _starcoder, {"activation_function": "gelu_pytorch_tanh"}, "layer_norm_epsilon", False
+    ),
     "starcoder2": Family("starcoder2", None, _TANH | {"sliding_window": None}, "norm_epsilon", False),
     "stablelm": Family("stablelm", _stablelm, {}, "layer_norm_eps", False),
     "phi2": Family("phi", None, {"hidden_act": "gelu_new", "qk_layernorm": False}, "layer_norm_eps", False),

@@ -37,8 +37,12 @@ def gpt_oss(keys: Keys, config: Config) -> Config:
 
 
 def granitemoe(keys: Keys, config: Config) -> Config:
-    """Granite's multipliers and experts."""
-    return multipliers(keys, config) | biases(keys, attention_bias="attn_q") | experts(keys, "num_local_experts")
+    """Granite's multipliers and experts; in some an MLP that every token goes through."""
+    found = multipliers(keys, config) | biases(keys, attention_bias="attn_q") | experts(keys, "num_local_experts")
+    key = "expert_shared_feed_forward_length"
+    if not keys.get(key):
+        return found
+    return found | {"model_type": "granitemoeshared", "shared_intermediate_size": keys.whole(key)}
 
 
 def lfm2moe(keys: Keys, config: Config) -> Config:
@@ -63,9 +67,12 @@ def qwen3next(keys: Keys, config: Config) -> Config:
 
 
 def glm4moe(keys: Keys, config: Config) -> Config:
-    """GLM-4.5."""
+    """GLM-4.5, and Solar Open, whose heads rotate as a whole."""
     normed = {"use_qk_norm": keys.has(".attn_q_norm.weight")}
-    return sigmoids(keys, config) | normed | biases(keys, attention_bias="attn_q")
+    found = sigmoids(keys, config) | normed | biases(keys, attention_bias="attn_q")
+    if keys.whole("rope.dimension_count") < config["head_dim"]:
+        return found
+    return found | {"model_type": "solar_open"}
 
 
 def dots1(keys: Keys, config: Config) -> Config:

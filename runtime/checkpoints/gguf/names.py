@@ -41,7 +41,9 @@ class Form:
 
 _POST = {"ffn_norm": "post_attention_norm"}
 FORMS: dict[str, Form] = {
-    "llama": Form(("llama", "mistral", "ministral", "mixtral", "cwm"), True, biases=_MLP, rope_factors=True),
+    "llama": Form(
+        ("llama", "mistral", "ministral", "mixtral", "cwm", "iquestcoder"), True, biases=_MLP, rope_factors=True
+    ),
     "qwen2": Form(("qwen2",)),
     "qwen3": Form(("qwen3",)),
     "qwen3moe": Form(("qwen3_moe",)),
@@ -53,7 +55,9 @@ FORMS: dict[str, Form] = {
     "qwen2moe": Form(("qwen2_moe",), head="always"),
     "gpt-oss": Form(("gpt_oss",), renamed=_POST, biases=_GPT_OSS, needed=_GPT_OSS, head="always"),
     "granite": Form(("granite",), True, biases=_MLP, rope_factors=True),
-    "granitemoe": Form(("granitemoe",), True, biases=frozenset({"attn_output"}), rope_factors=True),
+    "granitemoe": Form(
+        ("granitemoe", "granitemoeshared"), True, biases=frozenset({"attn_output"}), rope_factors=True
+    ),
     "granitehybrid": Form(
         ("granitemoehybrid",), True, biases=_STATE | {"attn_output"}, needed=_STATE, rope_factors=True
     ),
@@ -71,6 +75,7 @@ FORMS: dict[str, Form] = {
     "apertus": Form(("apertus",), biases=frozenset({"attn_output"}), rope_factors=True, head="always"),
     "olmo2": Form(("olmo2", "olmo3"), head="always"),
     "smollm3": Form(("smollm3",), True),
+    "chatglm": Form(("glm",), True, fused=True),
     "glm4": Form(("glm4",), True, fused=True),
     "mistral3": Form(("ministral3",), True, biases=_MLP, rope_factors=True),
     "deepseek2": Form(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), True),
@@ -79,7 +84,7 @@ FORMS: dict[str, Form] = {
     "qwen3next": Form(("qwen3_next",), renamed=_POST),
     "qwen35": Form(("qwen3_5_text",), renamed=_POST, tiled=True),
     "qwen35moe": Form(("qwen3_5_moe_text",), renamed=_POST, tiled=True),
-    "glm4moe": Form(("glm4_moe",), renamed=_POST),
+    "glm4moe": Form(("glm4_moe", "solar_open"), renamed=_POST),
     "dots1": Form(("dots1",), head="always"),
     "minimax-m2": Form(("minimax_m2",), head="always"),
     "exaone4": Form(("exaone4",), rope_factors=True),
@@ -91,7 +96,9 @@ FORMS: dict[str, Form] = {
     "hunyuan-dense": Form(("hunyuan_v1_dense",)),
     "hunyuan-moe": Form(("hunyuan_v1_moe",)),
     "arcee": Form(("arcee",), True, rope_factors=True),
+    "command-r": Form(("cohere",), True, head="never"),
     "cohere2": Form(("cohere2",), True, head="never"),
+    "starcoder": Form(("gpt_bigcode",), biases=_ALL, needed=_ALL),
     "starcoder2": Form(("starcoder2",), biases=_ALL, needed=_ALL - {"attn_qkv"}),
     "stablelm": Form(("stablelm",), head="always"),
     "phi2": Form(("phi",), biases=_ALL | {"output"}, needed=_ALL - {"attn_qkv"} | {"output"}, head="always"),

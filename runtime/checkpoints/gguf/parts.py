@@ -133,7 +133,7 @@ def _attention(names: Names, a: Architecture, number: int) -> Iterator[Part]:
     if a.query_key_norm and a.query_key_weights:
         norms = (("attn_q_norm", n.query_norm, a.heads), ("attn_k_norm", n.key_norm, a.kv_heads))
         for part, name, heads in norms[: 1 if shares else 2]:
-            if a.query_key_span == "each head":
+            if a.query_key_span == "each head" and "{}" in name:
                 each = tuple(f"{names.here}{name.format(head)}.weight" for head in range(heads))
                 yield Part(f"{names.tensor(part)}.weight", each, stacked=True, vector=True)
             else:

@@ -119,7 +119,8 @@ def hidden_states(
         mixed = mixed.view(len(x), -1)
         if weights.gate is not None:
             gates = weights.gate(_scaled(_norm(read, block.input_norm, a), a.attention_scales[0]))
-            mixed = gated(gates, mixed, "sigmoid")
+            each = mixed.shape[1] // gates.shape[1]
+            mixed = gated(gates if each == 1 else gates.repeat_interleave(each, 1), mixed, "sigmoid")
         return _branch(weights.out, mixed, x, block.attention_norm, a, a.attention_scales[1])
 
     streams = [x]

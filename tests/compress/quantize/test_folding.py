@@ -31,11 +31,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 16},
     "smollm3": {},
     "granite": {"residual_multiplier": 0.5},
+    "glm": {"head_dim": 16},
     "glm4": {"head_dim": 16},
     "ministral": {"head_dim": 12},
     "ministral3": {"head_dim": 16},
     "seed_oss": {"head_dim": 16},
     "internlm3": {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
+    "iquestcoder": {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
     "ernie4_5": {"head_dim": 16, "use_bias": True},
     "helium": {"head_dim": 12},
     "hunyuan_v1_dense": {"head_dim": 16},
@@ -47,8 +49,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 40,
     },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "mellum": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16},
 }
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "mellum")
 
 
 class Expert(nn.Module):

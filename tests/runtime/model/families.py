@@ -139,12 +139,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
     "granite": {**_DIVIDED, **_MULTIPLIERS},
+    "glm": {**_WIDE, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "glm4": {**_WIDE, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "ministral": {"layer_types": _TYPES, "sliding_window": WINDOW},
     "ministral3": {"sliding_window": None, "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.4}},
     "seed_oss": {"head_dim": 96, "attention_bias": True},
     "internlm3": {"attention_bias": True, "mlp_bias": True},
+    "iquestcoder": {"attention_bias": True, "mlp_bias": True},
     "arcee": {},
+    "jais2": {"attention_bias": True, "mlp_bias": True},
+    "hyperclovax": {**_DIVIDED, **_MULTIPLIERS, "logits_scaling": 0.3},
+    # A layer that rotates with a base of its own, one with another, one that does not.
+    "granite_swa": {
+        **_DIVIDED,
+        **_MULTIPLIERS,
+        "num_hidden_layers": 3,
+        "layer_types": [*_TYPES, "sliding_attention"],
+        "sliding_window": WINDOW,
+        "layer_rope_theta": [1e4, 1e6, 0],
+    },
     "exaone4": {"layer_types": _TYPES, "sliding_window": WINDOW},
     "ernie4_5": {"use_bias": True},
     "helium": {"hidden_size": 200},
@@ -161,10 +174,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_shared_experts": 2,
         "expert_selection_fn": "sigmoid",
     },
+    "cohere": {**_DIVIDED, "logit_scale": 0.3, "use_qk_norm": True, "tie_word_embeddings": True},
     "cohere2": {**_DIVIDED, "layer_types": _TYPES, "sliding_window": WINDOW, "logit_scale": 0.3},
     "nemotron": {"head_dim": 40},
     "apertus": {**_DIVIDED},
     "gpt2": {"n_embd": 200, "n_layer": 2, "n_head": 5, "n_positions": 512},
+    "gpt_bigcode": {"n_embd": 200, "n_layer": 2, "n_head": 5, "n_positions": 512},
+    "gpt_neo": {
+        **{"hidden_size": 200, "num_layers": 2, "num_heads": 5, "intermediate_size": 88},
+        **{"max_position_embeddings": 512, "attention_types": [[["local", "global"], 1]], "window_size": WINDOW},
+    },
+    "gptj": {"n_embd": 200, "n_layer": 2, "n_head": 5, "n_positions": 512, "rotary_dim": 12},
     "opt": {"hidden_size": 200, "word_embed_proj_dim": 200, "ffn_dim": 88},
     "gpt_neox": {
         **_DIVIDED,
@@ -172,6 +192,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "falcon": {**_DIVIDED, "ffn_hidden_size": 88, "tie_word_embeddings": True},
     "olmoe": {**_DIVIDED, "num_experts": 5, "num_experts_per_tok": 2},
+    "flex_olmo": {**_DIVIDED, "num_experts": 5, "num_experts_per_tok": 2},
+    "mellum": {
+        **_QUARTERED,
+        **{"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        **{"layer_types": _TYPES, "sliding_window": WINDOW, "mlp_layer_types": ["sparse", "dense"]},
+        "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e3}, "full_attention": _YARN},
+    },
     "qwen2_moe": {
         **_DIVIDED,
         "num_experts": 5,
@@ -185,6 +212,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_local_experts": 5,
         "num_experts_per_tok": 2,
         **_MULTIPLIERS,
+    },
+    "granitemoeshared": {
+        **_DIVIDED,
+        **_MULTIPLIERS,
+        **{"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 36},
+    },
+    "granitemoe_swa": {
+        **_DIVIDED,
+        **_MULTIPLIERS,
+        **{"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 36},
+        **{"layer_types": _TYPES, "sliding_window": WINDOW, "layer_rope_theta": [0, 1e6]},
+    },
+    "solar_open": {
+        **_QUARTERED,
+        **{"n_routed_experts": 12, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2},
+        **{"moe_intermediate_size": 28, "n_shared_experts": 2, "routed_scaling_factor": 1.7},
+        "intermediate_size": None,
+    },
+    "hy_v3": {
+        **_QUARTERED,
+        **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 28, "num_shared_experts": 2},
+        **{"router_scaling_factor": 1.7, "mlp_layer_types": ["sparse", "dense"]},
+    },
+    "afmoe": {
+        **_QUARTERED,
+        **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 28, "num_shared_experts": 2},
+        **{"route_scale": 1.7, "num_dense_layers": 1, "mup_enabled": True, "num_hidden_layers": 3},
+        **{"layer_types": [*_TYPES, "sliding_attention"], "sliding_window": WINDOW},
     },
     "glm4_moe": {
         **_QUARTERED,
@@ -322,6 +377,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 28,
         "routed_scaling_factor": 1.7,
     },
+    "lfm3": {
+        **_QUARTERED,
+        **{"num_hidden_layers": 4, "layer_types": ["conv", "sliding_attention", "conv", "full_attention"]},
+        **{"conv_L_cache": 5, "conv_bias": True, "sliding_window": WINDOW},
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+        },
+    },
     # Layers of delta rules on both sides of attention; two value heads to a key head, of other dimensions.
     "qwen3_next": {**_QUARTERED, **_DELTA, **_SHARING, "mlp_only_layers": [0]},
     "qwen3_5_text": {**_QUARTERED, **_DELTA},
@@ -356,6 +420,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 36},
         **_MULTIPLIERS,
     },
+    "bamba": {
+        **_QUARTERED,
+        "head_dim": None,
+        **{"num_hidden_layers": 3, "attn_layer_indices": [1]},
+        **{"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_proj_bias": True},
+    },
     "falcon_h1": {
         **{"mamba_d_ssm": 72, "mamba_n_heads": 6, "mamba_n_groups": 3, "mamba_d_state": 10, "mamba_d_head": 12},
         **{"mamba_rms_norm": True, "mamba_proj_bias": True, "projectors_bias": True, "attention_bias": True},
@@ -366,11 +436,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+# Of these the sizes have other names.
+_GPT = ("gpt2", "gpt_bigcode", "gpt_neo", "gptj")
+
+
 def config(kind: str, **more: Any) -> Any:
     """The transformers configuration of a family; `more` in place of the table's, or taken away by None."""
     from transformers import AutoConfig
 
-    shape = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0} if kind == "gpt2" else _SHAPE
+    shape = {key: _SHAPE[key] for key in ("vocab_size", "bos_token_id", "eos_token_id")} if kind in _GPT else _SHAPE
     # None takes a key of the common shape away; of others it is a value, as that of DeepSeek-V2-Lite's q_lora_rank.
     told = {k: v for k, v in (shape | FAMILIES[kind] | more).items() if v is not None or k not in shape}
     return AutoConfig.for_model(kind, **told)
@@ -397,8 +471,8 @@ def write(kind: str, path: Path, **more: Any) -> Path:
                 tensor.add_(torch.randn_like(tensor) * 0.3)
             else:
                 tensor.copy_(torch.randn_like(tensor) * (1.2 / tensor.shape[-1] ** 0.5))
-            if kind == "gemma4_text" and name.endswith("q_norm.weight"):
-                # Its scores are not divided by anything: a trained model's weights keep them small.
+            if kind in ("gemma4_text", "gpt_neo") and name.endswith(("q_norm.weight", "attention.q_proj.weight")):
+                # Their scores are not divided by anything: a trained model's weights keep them small.
                 tensor.mul_(0.2)
     made.save_pretrained(path)
     # Speculator wants a tokenizer; what it says of most tokens is nothing.
