@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from runtime.checkpoints.architecture import COMPOSITES
 from runtime.models.matrix import CLASSES, Row
 
 if TYPE_CHECKING:
@@ -13,16 +14,17 @@ COMMAND = "python -m runtime.models --write docs/models.md"
 
 _ABOUT = (
     "What cannot be taken out of a cache again (the state of a recurrence) verifies no drafts: such a model decodes",
-    "plainly, whatever drafts, and says so. Where our own decoder runs layers with a state (LFM2's convolutions, the",
-    "delta rules of Qwen3-Next and Qwen3.5, the state spaces of Mamba-2, Nemotron-H, Granite 4 and Falcon-H1), it",
-    "keeps the states of the last tokens, and drafts are verified as ever.",
+    "plainly, whatever drafts, and says so. Where our own decoder runs layers with a state (the convolutions of LFM2",
+    "and 3, the delta rules of Qwen3-Next and Qwen3.5, the state spaces of Mamba-2, Bamba, Nemotron-H, Granite 4 and",
+    "Falcon-H1), it keeps the states of the last tokens, and drafts are verified as ever.",
     "",
     "Compressing is another matter: what a recipe's format cannot hold is refused in a sentence that says what can,",
     "and a run's report lists every layer that was left alone, and why. A checkpoint with towers for images or sound",
-    "beside its language model (Gemma 3 and 4, Mistral 3, Qwen 3.5, Llama 4) is named as it was downloaded: the",
-    "language model is compressed, all else is carried byte for byte, and the result loads as the whole in",
-    "transformers and as text here. Draft heads that a checkpoint brings (multi-token prediction, EAGLE) are carried",
-    "as they are, and named.",
+    "beside its language model is named as it was downloaded: the language model is compressed, all else is carried",
+    "byte for byte, and the result loads as the whole in transformers and as text here. Of these our own decoder runs",
+    "the language model:",
+    f"{', '.join(COMPOSITES)}.",
+    "Draft heads that a checkpoint brings (multi-token prediction, EAGLE) are carried as they are, and named.",
 )
 
 

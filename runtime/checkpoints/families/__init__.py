@@ -3,7 +3,17 @@ that our decoders do not run."""
 
 from collections.abc import Callable
 
-from runtime.checkpoints.families import classic, dense, gemma, granite, latent, mixtures, sigmoids, state_space, stateful
+from runtime.checkpoints.families import (
+    classic,
+    dense,
+    gemma,
+    granite,
+    latent,
+    mixtures,
+    sigmoids,
+    state_space,
+    stateful,
+)
 from runtime.checkpoints.families.common import Config
 from runtime.checkpoints.families.llama import first
 from runtime.checkpoints.record import Architecture

@@ -8,7 +8,6 @@ from runtime.checkpoints.families.common import (
     count,
     layer_types,
     llama,
-    number,
     rotary_sets,
     windows,
 )

@@ -55,9 +55,7 @@ FORMS: dict[str, Form] = {
     "qwen2moe": Form(("qwen2_moe",), head="always"),
     "gpt-oss": Form(("gpt_oss",), renamed=_POST, biases=_GPT_OSS, needed=_GPT_OSS, head="always"),
     "granite": Form(("granite",), True, biases=_MLP, rope_factors=True),
-    "granitemoe": Form(
-        ("granitemoe", "granitemoeshared"), True, biases=frozenset({"attn_output"}), rope_factors=True
-    ),
+    "granitemoe": Form(("granitemoe", "granitemoeshared"), True, biases=frozenset({"attn_output"}), rope_factors=True),
     "granitehybrid": Form(
         ("granitemoehybrid",), True, biases=_STATE | {"attn_output"}, needed=_STATE, rope_factors=True
     ),

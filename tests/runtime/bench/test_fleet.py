@@ -175,7 +175,16 @@ def _written(figures: Figures, fleet: Fleet) -> Together:
 
 @pytest.mark.parametrize(
     ("replicas", "pace", "crowd"),
-    [(1, 2.0, 1.3), (1, 0.6, 1.7), (2, 1.0, 1.0), (2, 2.0, 1.3), (2, 0.6, 1.7), (2, 1.1, 0.9), (3, 2.0, 1.3), (3, 0.6, 1.7)],
+    [
+        (1, 2.0, 1.3),
+        (1, 0.6, 1.7),
+        (2, 1.0, 1.0),
+        (2, 2.0, 1.3),
+        (2, 0.6, 1.7),
+        (2, 1.1, 0.9),
+        (3, 2.0, 1.3),
+        (3, 0.6, 1.7),
+    ],
 )
 def test_pace_and_crowd_are_found_again(replicas: int, pace: float, crowd: float) -> None:
     """In times that the simulation itself makes, though threads beside the engines make them longer, too."""
