@@ -348,7 +348,8 @@ std::vector<double> textbook(const TestModel& m, const std::vector<int64_t>& tok
             const std::vector<double> made = b.qkv.of(read), gates = b.gate.of(read);
             const int64_t at = static_cast<int64_t>(position);
             Floats mixed = b.taps.empty() ? attend(l, made, at) : b.step.empty() ? convolve(b, made, at) : correct(b, made, at);
-            for (size_t d = 0; d < gates.size(); d++) mixed[d] = static_cast<float>(mixed[d] / (1.0 + std::exp(-gates[d])));
+            for (size_t d = 0; gates.size() && d < mixed.size(); d++)
+                mixed[d] = static_cast<float>(mixed[d] / (1.0 + std::exp(-gates[d * gates.size() / mixed.size()])));
             const std::vector<double> attended = b.out.of(mixed);
             for (int64_t d = 0; d < HIDDEN; d++) x[d] += attended[d] * m.model.attention_added;
             if (!b.skip.empty()) {

@@ -92,8 +92,15 @@ def _exaone4(keys: Keys, config: Config) -> Config:
     return window(keys, config, 4, 4096)
 
 
+# llama.cpp norms queries and keys in models of so many layers or more, and in no others.
+_COMMAND_R_PLUS = 64
+
+
 def _cohere(keys: Keys, config: Config) -> Config:
-    return {"logit_scale": keys.number("logit_scale"), "use_qk_norm": keys.has(".attn_q_norm.weight")}
+    return {
+        "logit_scale": keys.number("logit_scale"),
+        "use_qk_norm": config["num_hidden_layers"] >= _COMMAND_R_PLUS,
+    }
 
 
 def _cohere2(keys: Keys, config: Config) -> Config:

@@ -124,6 +124,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "dense layers": ("qwen2_moe", {"mlp_only_layers": [0]}, "expected dense_layers ()"),
     "shares": ("qwen2_moe", {"norm_topk_prob": True}, "expected experts' renormalize False"),
     "a limit": ("gpt_oss", {"swiglu_limit": 0.4}, "expected experts' clamp (7.0, 1.702)"),
+    "norms of queries": ("cohere", {"use_qk_norm": True}, "expected query_key_norm False"),
     "windows": ("exaone4", {"sliding_window": 20}, "expected rotated layers"),
     "a bias": ("seed_oss", {"attention_out_bias": True}, "o_proj.bias: expected no such bias"),
     "no bias": ("gpt_neox", {"attention_bias": False}, "query_key_value.bias: expected this bias"),
