@@ -109,9 +109,11 @@ def _experts(reader: TensorReader, a: Architecture, experts: Experts, base: str)
     order = None
     if experts.interleaved:
         order = torch.arange(2 * size).view(size, 2).t().flatten()
-    layers = zip(
-        *_stack(reader, experts, f"{base}.{fused[0]}"), *_stack(reader, experts, f"{base}.{fused[1]}"), strict=True
+    shapes = ((2 * size if a.gated else size, a.hidden), (a.hidden, size))
+    first, second = (
+        _stack(reader, experts, f"{base}.{name}", shape) for name, shape in zip(fused, shapes, strict=True)
     )
+    layers = zip(*first, *second, strict=True)
     return tuple(
         Mlp(
             join(
@@ -127,13 +129,18 @@ def _experts(reader: TensorReader, a: Architecture, experts: Experts, base: str)
     )
 
 
-def _stack(reader: TensorReader, experts: Experts, name: str) -> tuple[list[Weight], list[Tensor | None]]:
-    """Weights (N, K) and biases of one layer of every expert; packed ones carry theirs."""
+def _stack(
+    reader: TensorReader, experts: Experts, name: str, shape: tuple[int, int]
+) -> tuple[list[Weight], list[Tensor | None]]:
+    """Weights (N, K) = shape and biases of one layer of every expert; packed ones carry theirs."""
     if mxfp4.holds(reader.names, name):
-        return reader.blocks(name, experts.count), [None] * experts.count
+        blocks = reader.blocks(name, experts.count)
+        reader.check(f"{name}_blocks", tuple(blocks[0].shape), shape)
+        return blocks, [None] * experts.count
     weights = reader.stack(name)
     if experts.transposed:
         weights = weights.transpose(1, 2)
+    reader.check(name, tuple(weights.shape), (experts.count, *shape))
     if f"{name}_bias" not in reader.names:
         return list(weights), [None] * experts.count
     return list(weights), list(reader.table(f"{name}_bias", tuple(weights.shape[:2])).float())

@@ -32,7 +32,7 @@ class TensorReader:
         found = self.checkpoint.weight(prefix, unpack=not self.kernel.backend.repacks)
         if self.a.transposed and isinstance(found, Tensor):
             found = found.t().contiguous()
-        self._check(f"{prefix}.weight", tuple(found.shape), shape)
+        self.check(f"{prefix}.weight", tuple(found.shape), shape)
         found = _to(found, self.device)
         if not (self.planes and isinstance(found, PackedWeight) and KINDS[found.scheme.kind].has_planes):
             return found
@@ -51,7 +51,7 @@ class TensorReader:
         """`size` numbers, float32, which a file may hold as a table of one row."""
         found = self.checkpoint.tensor(name)
         found = found[0] if found.shape == (1, size) and size > 1 else found
-        self._check(name, tuple(found.shape), (size,))
+        self.check(name, tuple(found.shape), (size,))
         return found.to(self.device).float()
 
     def norm(self, name: str | None, size: int = 0) -> Norm | None:
@@ -64,7 +64,7 @@ class TensorReader:
 
     def table(self, name: str, shape: tuple[int, ...]) -> Tensor:
         found = self.checkpoint.tensor(name)
-        self._check(name, tuple(found.shape), shape)
+        self.check(name, tuple(found.shape), shape)
         return found.to(self.device)
 
     def stack(self, name: str) -> Tensor:
@@ -80,7 +80,7 @@ class TensorReader:
     def blocks(self, name: str, experts: int) -> list[Weight]:
         """Each expert's weight, and bias where there is one, of experts that are fused in mxfp4."""
         found = mxfp4.read_experts(self.checkpoint.shards, name, unpack=not self.kernel.backend.repacks)
-        self._check(f"{name}_blocks", (len(found),), (experts,))
+        self.check(f"{name}_blocks", (len(found),), (experts,))
         if f"{name}_bias" in self.names:
             biases = self.table(f"{name}_bias", (experts, found[0].shape[0])).float()
             found = [replace(weight, bias=bias) for weight, bias in zip(found, biases, strict=True)]
@@ -111,7 +111,8 @@ class TensorReader:
             biases.append(bias if bias is None or order is None else bias[order])
         return join(weights, biases, list(sizes), self.kernel)
 
-    def _check(self, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    def check(self, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        """Raises UserError where a tensor's shape is not what config.json implies."""
         if found != expected:
             raise UserError(
                 f"{self.checkpoint.path.name}: tensor {name} has shape {found}, config.json implies {expected};"

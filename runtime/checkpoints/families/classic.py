@@ -149,8 +149,8 @@ def gptj(config: Config) -> Architecture | None:
     # Without it a whole head rotates, by frequencies of as many dimensions as the model has.
     if rotated is None:
         return None
-    if not isinstance(rotated, int) or rotated < 2 or rotated % 2:
-        raise UserError(f"config.json: rotary_dim must be an even number of dimensions of a head, found {rotated!r}")
+    if rotated % 2 or rotated * count(told, "num_attention_heads") > count(told, "hidden_size"):
+        raise UserError(f"config.json: rotary_dim must be an even number of dimensions of a head, found {rotated}")
     return llama(
         told,
         activation(config, "gelu_new", "activation_function"),

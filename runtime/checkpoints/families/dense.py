@@ -8,6 +8,7 @@ from runtime.checkpoints.families.common import (
     count,
     layer_types,
     llama,
+    number,
     rotary_sets,
     windows,
 )
@@ -217,12 +218,12 @@ def cohere(config: Config) -> Architecture | None:
         names=replace(_LLAMA, mlp_norm="input_layernorm"),
         norm="layer",
         parallel=True,
-        norm_eps=config.get("layer_norm_eps", 1e-5),
+        norm_eps=number(config.get("layer_norm_eps", 1e-5), "layer_norm_eps"),
         tied=bool(config.get("tie_word_embeddings", True)),
         rotary_neighbours=True,
         query_key_norm=bool(config.get("use_qk_norm", False)),
         query_key_span="each head",
-        logits_scale=float(config.get("logit_scale", 0.0625)),
+        logits_scale=number(config.get("logit_scale", 0.0625), "logit_scale"),
     )
 
 

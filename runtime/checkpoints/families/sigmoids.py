@@ -2,25 +2,25 @@
 
 from dataclasses import replace
 
-from runtime.checkpoints.families.common import Config, activation, count, layer_types, llama, windows
+from runtime.checkpoints.families.common import Config, activation, count, layer_types, llama, number, windows
 from runtime.checkpoints.families.dense import exaone4
 from runtime.checkpoints.families.mixtures import dense_among, in_groups, in_shared_experts, of_experts, total
 from runtime.checkpoints.record import Architecture, Experts, Names
 
 
-def sigmoids(config: Config, number: str, renormalize: bool, shared: str = "n_shared_experts") -> Experts:
+def sigmoids(config: Config, key: str, renormalize: bool, shared: str = "n_shared_experts") -> Experts:
     """DeepSeek-V3's experts: sigmoids choose, with a correction and in groups; some experts are everyone's.
 
-    number, shared  the keys that have how many there are of each.
+    key, shared  the keys that have how many there are of each.
     """
-    experts = of_experts(config, number, "moe_intermediate_size", bool(config.get("norm_topk_prob", renormalize)))
+    experts = of_experts(config, key, "moe_intermediate_size", bool(config.get("norm_topk_prob", renormalize)))
     return replace(
         experts,
         scoring="sigmoid",
         correction="gate.e_score_correction_bias",
         groups=in_groups(config, experts, 2),
         scale=float(config.get("routed_scaling_factor", 1.0)),
-        shared=count(config, "moe_intermediate_size") * config.get(shared, 1),
+        shared=count(config, "moe_intermediate_size") * (config.get(shared, 1) or 0),
         **in_shared_experts(),
     )
 
@@ -77,8 +77,8 @@ def exaone_moe(config: Config) -> Architecture | None:
 
 def minimax_m2(config: Config) -> Architecture | None:
     """Sigmoids choose, with a correction; queries and keys are normed as one vector."""
-    number = total(config, "num_local_experts", "num_experts")
-    experts = of_experts(config, number, "intermediate_size", True)
+    key = total(config, "num_local_experts", "num_experts")
+    experts = of_experts(config, key, "intermediate_size", True)
     return llama(
         config,
         activation(config),
@@ -90,8 +90,8 @@ def minimax_m2(config: Config) -> Architecture | None:
 
 def hy_v3(config: Config) -> Architecture | None:
     """Normed queries and keys; the first layers are dense."""
-    number = total(config, "num_experts", "num_local_experts")
-    experts = sigmoids(config | {"n_group": 1}, number, True, "num_shared_experts")
+    key = total(config, "num_experts", "num_local_experts")
+    experts = sigmoids(config | {"n_group": 1}, key, True, "num_shared_experts")
     return llama(
         config,
         activation(config),
@@ -101,7 +101,7 @@ def hy_v3(config: Config) -> Architecture | None:
             experts,
             routers=("router.gate",),
             correction="expert_bias",
-            scale=float(config.get("router_scaling_factor", 1.0)),
+            scale=number(config.get("router_scaling_factor", 1.0), "router_scaling_factor"),
             **in_shared_experts(name="shared_mlp"),
         ),
         dense_layers=dense_among(config, first=1),
@@ -124,7 +124,7 @@ def afmoe(config: Config) -> Architecture | None:
         return None
     # Groups of experts are in its configuration and not in its router.
     experts = sigmoids(config | {"n_group": 1}, total(config, "num_experts", "num_local_experts"), True)
-    scale, shared = float(config.get("route_scale", 1.0)), config.get("num_shared_experts", 0) or 0
+    scale, shared = number(config.get("route_scale", 1.0), "route_scale"), config.get("num_shared_experts") or 0
     return llama(
         config,
         activation(config),
@@ -141,5 +141,5 @@ def afmoe(config: Config) -> Architecture | None:
             scale=scale,
             shared=count(config, "moe_intermediate_size") * shared,
         ),
-        dense_layers=tuple(range(min(config.get("num_dense_layers", 1), layers))),
+        dense_layers=tuple(range(min(config.get("num_dense_layers") or 0, layers))),
     )

@@ -4,6 +4,7 @@
 """
 
 import json
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from runtime.contract import Rows
 from runtime.errors import UserError
 from runtime.model.load import load
 from tests import mutations
+from tests.runtime.model import families
 
 Tiny = Callable[..., Path]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "mixtral", "qwen3_moe")
@@ -158,6 +160,32 @@ def test_a_token_has_no_more_experts_than_there_are(tiny: Tiny, tmp_path: Path, 
     if family == "qwen3_moe":
         with pytest.raises(UserError, match="decoder_sparse_step"):
             load(write(tiny(family), tmp_path / "changed", [("decoder_sparse_step", None, 0)]))
+
+
+# Values of any key that a family's own configuration has.
+ANY = [None, -1, 0, 1, 3, 7, 1.5, True, False, "x", [], [1], {}, 10**9, 2**40]
+
+
+def written_over(kind: str, folder: Path, share: float) -> set[bool]:
+    """What becomes of a share of all pairs of a key and a value."""
+    source, drawn = families.write(kind, folder / kind), random.Random(kind)
+    keys = [key for key in json.loads((source / "config.json").read_text()) if key not in ("architectures", "dtype")]
+    pairs = [(key, value) for key in keys for value in ANY if drawn.random() < share]
+    return {
+        runs(write(source, folder / "changed", [(key, None, value)]), drawn.choice(["auto", "reference"]))
+        for key, value in pairs
+    }
+
+
+@pytest.mark.parametrize("kind", ["gptj", "hy_v3", "afmoe", "lfm3", "granitemoe_swa"])
+def test_some_keys_of_a_family_written_over(tmp_path: Path, kind: str) -> None:
+    assert written_over(kind, tmp_path, 0.05) == {True, False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", families.FAMILIES)
+def test_all_keys_of_a_family_written_over(tmp_path: Path, kind: str) -> None:
+    assert written_over(kind, tmp_path, 1.0) == {True, False}
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"eos_token_id": ["x"]}', '{"eos_token_id": {}}', "\xff", "1" * 5000])
