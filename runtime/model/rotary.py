@@ -53,6 +53,8 @@ def frequencies(config: Any, layers: str | float = "", head_dim: int = 0) -> tup
     parameters = getattr(config, "rope_parameters", None) or {}
     if isinstance(layers, float):
         parameters = {**parameters, "rope_theta": layers}
+    elif layers and layers not in parameters:
+        raise UserError(f"config.json: rope_parameters must have {layers}, which some layers are")
     elif layers:
         parameters = parameters[layers]
     kind = parameters.get("rope_type", "default")

@@ -23,6 +23,12 @@ _ACTIVATIONS: dict[str, Activation] = {
 _FIRST = ("silu", "gelu_tanh")
 
 
+def given(config: Config, key: str, default: Any) -> Any:
+    """The value of a key; the default where there is none, or null."""
+    found = config.get(key)
+    return default if found is None else found
+
+
 def count(config: Config, key: str) -> int:
     """A positive integer. Raises UserError for anything else."""
     found = config.get(key)
@@ -75,6 +81,9 @@ def llama(config: Config, act: Activation | None, **more: Any) -> Architecture |
         "tied": bool(config.get("tie_word_embeddings", False)),
         "windows": (None,) * layers,
     }
+    told |= more
+    if told["norm_eps"] is None:
+        raise UserError("config.json: the epsilon of norms must be a number, found None")
     return Architecture(
         model_type=config["model_type"],
         layers=layers,
@@ -84,7 +93,7 @@ def llama(config: Config, act: Activation | None, **more: Any) -> Architecture |
         head_dim=head_dim,
         vocab=vocab,
         activation=act,
-        **(told | more),
+        **told,
     )
 
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from runtime.checkpoints.families.common import Config, activation, count, llama
+from runtime.checkpoints.families.common import Config, activation, count, given, llama
 from runtime.checkpoints.families.mixtures import in_groups, in_shared_experts, of_experts, total
 from runtime.checkpoints.mixers import Latent
 from runtime.checkpoints.record import Architecture, Experts
@@ -24,12 +24,12 @@ def _latent(config: Config, experts: Experts | None, **more: Any) -> Architectur
     keys = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     rank, rotated, plain, value = (count(config, key) for key in keys)
     query = count(config, "q_lora_rank") if config.get("q_lora_rank") is not None else None
-    dense = min(config.get("first_k_dense_replace", 0), count(config, "num_hidden_layers"))
+    dense = min(given(config, "first_k_dense_replace", 0), count(config, "num_hidden_layers"))
     if experts is not None:
         experts = replace(
             experts,
-            scale=float(config.get("routed_scaling_factor", 1.0)),
-            shared=count(config, "moe_intermediate_size") * config.get("n_shared_experts", 1),
+            scale=float(given(config, "routed_scaling_factor", 1.0)),
+            shared=count(config, "moe_intermediate_size") * given(config, "n_shared_experts", 1),
             **in_shared_experts(),
         )
     found = llama(

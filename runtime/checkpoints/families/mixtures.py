@@ -3,7 +3,16 @@
 from dataclasses import replace
 from typing import Any
 
-from runtime.checkpoints.families.common import Config, activation, count, layer_types, llama, rotary_sets, windows
+from runtime.checkpoints.families.common import (
+    Config,
+    activation,
+    count,
+    given,
+    layer_types,
+    llama,
+    rotary_sets,
+    windows,
+)
 from runtime.checkpoints.families.dense import cohere2, hunyuan, neighbours, olmo2
 from runtime.checkpoints.record import Architecture, Experts, Names
 from runtime.errors import UserError
@@ -141,10 +150,10 @@ def ernie4_5_moe(config: Config) -> Architecture | None:
     number, chosen = count(config, "moe_num_experts"), count(config, "moe_k")
     if chosen > number:
         raise UserError(f"config.json: moe_k is {chosen}, and a layer has {number} experts")
-    if found is None or config.get("moe_norm_min", 1e-12) * number > 1:
+    if found is None or given(config, "moe_norm_min", 1e-12) * number > 1:
         return None
     start, step, end = (
-        config.get(f"moe_layer_{k}", d) for k, d in (("start_index", 1), ("interval", 1), ("end_index", -1))
+        given(config, f"moe_layer_{k}", d) for k, d in (("start_index", 1), ("interval", 1), ("end_index", -1))
     )
     last = layers - 1 if end == -1 else end
     shared = config.get("moe_num_shared_experts", 2) or 0

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from runtime.checkpoints.families.common import Config, activation, count, layer_types, llama, number, windows
+from runtime.checkpoints.families.common import Config, activation, count, given, layer_types, llama, windows
 from runtime.checkpoints.families.dense import exaone4
 from runtime.checkpoints.families.mixtures import dense_among, in_groups, in_shared_experts, of_experts, total
 from runtime.checkpoints.record import Architecture, Experts, Names
@@ -19,15 +19,15 @@ def sigmoids(config: Config, key: str, renormalize: bool, shared: str = "n_share
         scoring="sigmoid",
         correction="gate.e_score_correction_bias",
         groups=in_groups(config, experts, 2),
-        scale=float(config.get("routed_scaling_factor", 1.0)),
-        shared=count(config, "moe_intermediate_size") * (config.get(shared, 1) or 0),
+        scale=float(given(config, "routed_scaling_factor", 1.0)),
+        shared=count(config, "moe_intermediate_size") * given(config, shared, 1),
         **in_shared_experts(),
     )
 
 
 def _first(config: Config, default: int) -> tuple[int, ...]:
     """The first layers, which are dense."""
-    return tuple(range(min(config.get("first_k_dense_replace", default), count(config, "num_hidden_layers"))))
+    return tuple(range(min(given(config, "first_k_dense_replace", default), count(config, "num_hidden_layers"))))
 
 
 def glm4_moe(config: Config) -> Architecture | None:
@@ -101,7 +101,7 @@ def hy_v3(config: Config) -> Architecture | None:
             experts,
             routers=("router.gate",),
             correction="expert_bias",
-            scale=number(config.get("router_scaling_factor", 1.0), "router_scaling_factor"),
+            scale=float(given(config, "router_scaling_factor", 1.0)),
             **in_shared_experts(name="shared_mlp"),
         ),
         dense_layers=dense_among(config, first=1),
@@ -124,7 +124,7 @@ def afmoe(config: Config) -> Architecture | None:
         return None
     # Groups of experts are in its configuration and not in its router.
     experts = sigmoids(config | {"n_group": 1}, total(config, "num_experts", "num_local_experts"), True)
-    scale, shared = number(config.get("route_scale", 1.0), "route_scale"), config.get("num_shared_experts") or 0
+    scale, shared = float(given(config, "route_scale", 1.0)), config.get("num_shared_experts") or 0
     return llama(
         config,
         activation(config),
