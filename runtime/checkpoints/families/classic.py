@@ -1,6 +1,7 @@
 """Families from before Llama: layer norms, biases, no gates, tensors and keys of other names."""
 
 from dataclasses import replace
+from typing import Any
 
 from runtime.checkpoints.families.common import Config, activation, count, llama, windows
 from runtime.checkpoints.record import Architecture, Names
@@ -76,50 +77,38 @@ def _gpt(config: Config) -> Config:
     }
 
 
+def _of_gpt(told: Config, act: str, names: Names, **more: Any) -> Architecture | None:
+    """GPT-2's line: layer norms, no gates, learned positions, a tied head; `more` says what differs."""
+    shared = {
+        "names": names,
+        "norm": "layer",
+        "norm_eps": told.get("layer_norm_epsilon", 1e-5),
+        "gated": False,
+        "tied": bool(told.get("tie_word_embeddings", True)),
+        "rotary": (None,) * count(told, "num_hidden_layers"),
+    }
+    return llama(told, activation(told, act, "activation_function"), **(shared | more))
+
+
 def gpt2(config: Config) -> Architecture | None:
-    """Learned positions, matrices stored (inputs, outputs)."""
+    """Matrices are stored (inputs, outputs)."""
     plain = config.get("scale_attn_weights", True) and not config.get("scale_attn_by_inverse_layer_idx")
     if not plain or config.get("add_cross_attention"):
         return None
-    told = _gpt(config)
-    return llama(
-        told,
-        activation(config, "gelu_new", "activation_function"),
-        names=_GPT2,
-        norm="layer",
-        norm_eps=config.get("layer_norm_epsilon", 1e-5),
-        gated=False,
-        tied=bool(config.get("tie_word_embeddings", True)),
-        intermediate=told["intermediate_size"],
-        max_positions=told["max_position_embeddings"],
-        transposed=True,
-        rotary=(None,) * count(told, "num_hidden_layers"),
-    )
+    return _of_gpt(_gpt(config), "gelu_new", _GPT2, transposed=True)
 
 
 def gpt_bigcode(config: Config) -> Architecture | None:
-    """StarCoder: GPT-2's parts, plain matrices, one key head; or each head's queries, keys and values together."""
+    """StarCoder: plain matrices, one key head; or each head's queries, keys and values together."""
     if not config.get("scale_attn_weights", True) or config.get("add_cross_attention"):
         return None
-    multi = bool(config.get("multi_query", True))
-    told = _gpt(config)
-    return llama(
-        told | {"num_key_value_heads": 1 if multi else told["num_attention_heads"]},
-        activation(config, "gelu_pytorch_tanh", "activation_function"),
-        names=_GPT2,
-        norm="layer",
-        norm_eps=config.get("layer_norm_epsilon", 1e-5),
-        gated=False,
-        tied=bool(config.get("tie_word_embeddings", True)),
-        intermediate=told["intermediate_size"],
-        max_positions=told["max_position_embeddings"],
-        grouped_rows=not multi,
-        rotary=(None,) * count(told, "num_hidden_layers"),
-    )
+    told, multi = _gpt(config), bool(config.get("multi_query", True))
+    told |= {"num_key_value_heads": 1 if multi else told["num_attention_heads"]}
+    return _of_gpt(told, "gelu_pytorch_tanh", _GPT2, grouped_rows=not multi)
 
 
 def gpt_neo(config: Config) -> Architecture | None:
-    """Learned positions, scores that are not divided by anything, windows in every other layer."""
+    """Scores are not divided by anything; windows in every other layer."""
     layers = count(config | {"num_layers": config.get("num_layers", config.get("num_hidden_layers"))}, "num_layers")
     kinds = config.get("attention_layers") or []
     if not kinds:
@@ -127,20 +116,9 @@ def gpt_neo(config: Config) -> Architecture | None:
             kinds = [*kinds, *list(names) * times]
     if len(kinds) != layers:
         raise UserError(f"config.json: attention_types must tell of {layers} layers, found {len(kinds)}")
-    told = {"num_hidden_layers": layers, "num_attention_heads": config.get("num_heads")}
-    told["layer_types"] = kinds
-    return llama(
-        config | told,
-        activation(config, "gelu_new", "activation_function"),
-        names=_GPT_NEO,
-        norm="layer",
-        norm_eps=config.get("layer_norm_epsilon", 1e-5),
-        gated=False,
-        tied=bool(config.get("tie_word_embeddings", True)),
-        attention_scale=1.0,
-        windows=windows(config | told, "local", "window_size"),
-        rotary=(None,) * layers,
-    )
+    told = config | {"num_hidden_layers": layers, "num_attention_heads": config.get("num_heads"), "layer_types": kinds}
+    seen = windows(told, "local", "window_size")
+    return _of_gpt(told, "gelu_new", _GPT_NEO, attention_scale=1.0, windows=seen)
 
 
 def gptj(config: Config) -> Architecture | None:
@@ -151,19 +129,8 @@ def gptj(config: Config) -> Architecture | None:
         return None
     if rotated % 2 or rotated * count(told, "num_attention_heads") > count(told, "hidden_size"):
         raise UserError(f"config.json: rotary_dim must be an even number of dimensions of a head, found {rotated}")
-    return llama(
-        told,
-        activation(config, "gelu_new", "activation_function"),
-        names=_GPTJ,
-        norm="layer",
-        norm_eps=config.get("layer_norm_epsilon", 1e-5),
-        parallel=True,
-        gated=False,
-        tied=bool(config.get("tie_word_embeddings", False)),
-        intermediate=told["intermediate_size"],
-        max_positions=told["max_position_embeddings"],
-        rotary_neighbours=True,
-    )
+    tied = bool(config.get("tie_word_embeddings", False))
+    return _of_gpt(told, "gelu_new", _GPTJ, tied=tied, parallel=True, rotary=(), rotary_neighbours=True)
 
 
 def opt(config: Config) -> Architecture | None:
