@@ -39,7 +39,7 @@ one() {
     warm) export -f warm; export bench; step warm 120 bash -c warm ;;
     tests)
         # Several workers, since most of a test's time is the compiler's.
-        step tests 240 "$python" -m pytest -n 8 --maxfail=40 --tb=short tests/runtime/kernels/triton \
+        step tests 240 "$python" -m pytest -n auto --maxfail=40 --tb=short tests/runtime/kernels/triton \
             tests/runtime/model/triton tests/runtime/bench/test_measure.py --ignore-glob='*compiles.py'
         ;;
     decode-8b) step decode-8b 180 $bench decode --shape llama-3.1-8b --json "$out/decode-8b.json" ;;

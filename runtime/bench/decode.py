@@ -4,6 +4,7 @@ Both say how near they come to the memory's speed.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median, median_high
 
@@ -42,7 +43,8 @@ def time_kinds(
     bytes_computed is what keys and values take by their bits, bytes_held what the store takes; the times of a whole
     forward are a row's times the layers. computed_ms is bytes_computed over the copies' median speed.
     """
-    from runtime.kernels.triton.attention_decode import Heads, Places, attend, splits_for
+    from runtime.kernels.triton.attention_decode import Heads, Places, attend
+    from runtime.kernels.triton.attention_splits import splits_for
 
     place = bench.place
     place.require_triton("attention")
@@ -91,10 +93,19 @@ def _filled(store: Store, device: torch.device) -> Store:
     return store
 
 
-def time_shape(bench: Bench, shape: str, schemes: Sequence[str], widths: Sequence[int], context: int) -> list[Row]:
+@dataclass(frozen=True)
+class Steps:
+    """Steps to be timed: of so many rows each, after `context` tokens in a cache of this kind."""
+
+    widths: Sequence[int]
+    context: int
+    cache: CacheKind = "float32"
+
+
+def time_shape(bench: Bench, shape: str, schemes: Sequence[str], asked: Steps) -> list[Row]:
     """Rows for every scheme of a shape.
 
-    A step is a forward of `width` rows after `context` tokens and the choice of a token after each, on the host. Where
+    A step is a forward of `width` rows after the context and the choice of a token after each, on the host. Where
     there is room the bf16 model stays beside each other one and is timed in the same rounds.
     """
     found: list[Row] = []
@@ -104,7 +115,7 @@ def time_shape(bench: Bench, shape: str, schemes: Sequence[str], widths: Sequenc
         bench.say(f"{shape}, {scheme}")
         for attempt in range(2):
             try:
-                rows, samples = _time(bench, shape, scheme, base, widths, context)
+                rows, samples = _time(bench, shape, scheme, base, asked)
                 break
             except Exception as error:  # memory, mostly; a kernel that this GPU refuses must not end the others
                 rows = []
@@ -132,27 +143,25 @@ def _model(bench: Bench, shape: str, scheme: str) -> Model:
     return random_model(shape, scheme, bench.place.device, bench.kernels, "keep" if scheme == BASE else "int8")
 
 
-def _time(
-    bench: Bench, shape: str, scheme: str, base: Model | None, widths: Sequence[int], context: int
-) -> tuple[list[Row], list[Sample]]:
+def _time(bench: Bench, shape: str, scheme: str, base: Model | None, asked: Steps) -> tuple[list[Row], list[Sample]]:
     """The scheme's rows; and bf16's samples of width 1 in these rounds (its own, where it is the scheme)."""
     place = bench.place
     if place.is_gpu:
         torch.cuda.reset_peak_memory_stats(place.device)
     model = _model(bench, shape, scheme)
-    made, longest = steps(place, model, widths, context)
+    made, longest = steps(place, model, asked)
     tasks: dict[tuple[str, int], Callable[[], float]] = {("decode", width): step for width, step in made.items()}
     if longest is not None:
         tasks["greedy chain", 1] = longest
     if base is not None:
-        tasks[BASE, 1] = steps(place, base, (1,), context)[0][1]
+        tasks[BASE, 1] = steps(place, base, replace(asked, widths=(1,)))[0][1]
     samples = bench.samples(tasks)
-    cache = model.decoder.new_cache().bytes_per_token() * context
+    cache = model.decoder.new_cache(asked.cache).bytes_per_token() * asked.context
     read = read_bytes(model.decoder) + cache
     first = samples.get(("decode", 1))
     peak = torch.cuda.max_memory_allocated(place.device) if place.is_gpu else None
     about = {"kernels": described(model.decoder), "exact": model.decoder.exact, "peak_bytes": peak}
-    about |= {"bytes_read": read, "kv_bytes_read": cache}
+    about |= {"bytes_read": read, "kv_bytes_read": cache, "cache": asked.cache}
     rows = [
         row(what, scheme, width, taken, read, first if what == "decode" else None, **about)
         for (what, width), taken in samples.items()
@@ -162,14 +171,15 @@ def _time(
 
 
 def steps(
-    place: Place, model: Model, widths: Sequence[int], context: int
+    place: Place, model: Model, asked: Steps
 ) -> tuple[dict[int, Callable[[], float]], Callable[[], float] | None]:
-    """By width, the task of one step after `context` tokens; and that of a greedy chain, over its tokens.
+    """By width, the task of one step after the context; and that of a greedy chain, over its tokens.
 
     The chain is one call for many tokens (contract.GreedyChains), where the decoder has it; else None.
     """
-    decoder = model.decoder
-    cache, request, ids = begun(decoder, context, max(*widths, _CHAIN), context + max(widths))
+    decoder, context, widths = model.decoder, asked.context, asked.widths
+    longest = max(*widths, _CHAIN)
+    cache, request, ids = begun(decoder, context, longest, context + max(widths), kind=asked.cache)
 
     def back() -> None:
         cache.truncate(request, context)

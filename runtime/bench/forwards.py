@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from runtime.bench.measure import CPU, Row, interleaved, read_bytes, row
-from runtime.contract import Cache, Decoder, Rows, integers
+from runtime.contract import Cache, CacheKind, Decoder, Rows, integers
 from runtime.model.base import BaseDecoder
 from runtime.model.native import NativeDecoder
 
@@ -59,10 +59,15 @@ def _bytes_read(decoder: BaseDecoder, step: Callable[[], float]) -> int:
 
 
 def begun(
-    decoder: Decoder, context: int, longest: int, tokens: int, ids: Tensor | None = None
+    decoder: Decoder,
+    context: int,
+    longest: int,
+    tokens: int,
+    ids: Tensor | None = None,
+    kind: CacheKind = "float32",
 ) -> tuple[Cache, int, Tensor]:
     """A cache, its request of `context` tokens with room for `longest` more, and `tokens` random tokens to feed."""
-    cache = decoder.new_cache()
+    cache = decoder.new_cache(kind)
     request = cache.open(context + longest)
     if ids is None:
         ids = torch.randint(0, decoder.vocab_size, (tokens,), generator=torch.Generator().manual_seed(0))

@@ -1,7 +1,7 @@
 """The commands of `python -m runtime.bench gpu`."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,6 +27,9 @@ from runtime.bench.options import (
 from runtime.cli import takes, without_traceback
 from runtime.errors import UserError
 
+if TYPE_CHECKING:
+    from runtime.contract import CacheKind
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True, help="What a GPU is measured by.")
 Choices = Annotated[
     Path | None, typer.Option("--choices", help="Write what was quicker than Triton, as runtime/kernels/choices.json.")
@@ -40,24 +43,26 @@ def decode(
     scheme: Schemes = ["bf16", "int8", "int4", "nf4", "ternary"],  # noqa: B006
     widths: Widths = "1,2,4,8,16",
     context: Annotated[int, typer.Option(help="Tokens in the cache before the step.")] = 512,
+    cache: Annotated[str, typer.Option(help="float32, float16, int8, int4 or int3.")] = "float32",
     device: Device = "cuda",
     kernels: Kernels = "auto",
     rounds: Rounds = 20,
     json_file: Json = None,
 ) -> None:
     """Times a step (forward and greedy choice) after a context, at each width, for each scheme."""
-    from runtime.bench.decode import time_shape
+    from runtime.bench.decode import Steps, time_shape
     from runtime.bench.output import finish, show
 
     bench, counts = bench_on(device, rounds, json_file, kernels), numbers("--widths", widths, 256)
+    asked = Steps(counts, context, _kinds("--cache", [cache])[0])
     columns = (
         "scheme what kernels width ms_median tokens_per_second bytes_read gb_per_second"
         " share_of_bandwidth over_width_1 over_bf16"
     )
     for name in _shapes(shape):
-        found = time_shape(bench, name, scheme, counts, context)
+        found = time_shape(bench, name, scheme, asked)
         bench.rows += found
-        show(f"{name}, random weights, after {context} tokens", columns, found, bench.place)
+        show(f"{name}, random weights, after {context} tokens ({cache} cache)", columns, found, bench.place)
     finish("decode", bench, json_file, context=context)
 
 
@@ -130,18 +135,13 @@ def attention(
     json_file: Json = None,
 ) -> None:
     """Times one layer's attention over long caches, and compares time and memory with what is computed for them."""
-    from typing import get_args
-
     from runtime.bench.decode import time_kinds
     from runtime.bench.output import finish, show
-    from runtime.contract import CacheKind
 
     bench, counts = bench_on(device, rounds, json_file), numbers("--widths", widths, 16)
-    if unknown := set(kind) - set(get_args(CacheKind)):
-        raise UserError(f"--kind: expected {', '.join(get_args(CacheKind))}, found {', '.join(sorted(unknown))}")
+    kinds = _kinds("--kind", kind)
     at_least_one({"--context": context, "--batch": batch})
     [name] = _shapes([shape])
-    kinds: Any = tuple(dict.fromkeys(kind))
     time_kinds(bench, name, kinds, context, batch, counts)
     columns = "scheme width ms_median computed_ms bytes_computed bytes_held gb_per_second share_of_bandwidth"
     title = f"{name}, one layer's attention, {batch} requests of {context} tokens"
@@ -201,7 +201,7 @@ def tune(
     bench, counts = bench_on(device, rounds, json_file), numbers("--widths", widths, 512)
     [name] = _shapes([shape])
     time_tiles(bench, name, scheme, counts)
-    columns = "scheme layer width block_n warps stages programs ms_median gb_per_second"
+    columns = "scheme layer width block_n warps stages ms_median gb_per_second"
     show(f"{name}, quickest first", columns, bench.rows, bench.place)
     finish("tune", bench, json_file)
 
@@ -234,3 +234,15 @@ def _shapes(names: list[str]) -> list[str]:
     from runtime.bench.shapes import SHAPES
 
     return known("--shape", names, list(SHAPES))
+
+
+def _kinds(option: str, names: list[str]) -> "tuple[CacheKind, ...]":
+    """Kinds of caches, each once. Raises UserError for others."""
+    from typing import get_args
+
+    from runtime.contract import CacheKind
+
+    if unknown := set(names) - set(get_args(CacheKind)):
+        raise UserError(f"{option}: expected {', '.join(get_args(CacheKind))}, found {', '.join(sorted(unknown))}")
+    kinds: Any = tuple(dict.fromkeys(names))
+    return kinds  # type: ignore[no-any-return]

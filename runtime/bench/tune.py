@@ -17,28 +17,27 @@ from runtime.bench.random_models import random_weight
 if TYPE_CHECKING:
     from runtime.kernels.triton.tile_sizes import Tiles
 
-# Outputs of a program, warps, stages, and programs for each multiprocessor: 24 to compile, which takes minutes.
-_OUTPUTS, _WARPS, _STAGES, _WAVES = (32, 64, 128), (4, 8), (3, 4), (1, 2)
+# Outputs of a program and stages, of narrow tiles and of wide ones, which have a number of warps, too.
+_NARROW, _WIDE, _WARPS = ((16, 32, 64), (2, 3, 4, 6)), ((64, 128), (3, 4)), (4, 8)
 # What an interpreter tries: enough to see that the command works.
-_TOY = ((32, 64), (1,), (1,), (1,))
+_TOY = ((32, 64), (1,))
 
 
-def candidates(first: "Tiles", place: Place) -> Iterator[tuple["Tiles", int]]:
-    """Tiles and numbers of programs to try around a plan's own tiles."""
-    outputs, warps, stages, waves = (_OUTPUTS, _WARPS, _STAGES, _WAVES) if place.is_gpu else _TOY
-    processors = torch.cuda.get_device_properties(place.device).multi_processor_count if place.is_gpu else 1
-    for block_n, warp, stage, wave in product(outputs, warps, stages, waves):
-        yield replace(first, block_n=block_n, warps=warp, stages=stage), wave * processors
+def candidates(first: "Tiles", narrow: bool, place: Place) -> Iterator["Tiles"]:
+    """Tiles to try around a plan's own."""
+    outputs, stages = (_NARROW if narrow else _WIDE) if place.is_gpu else _TOY
+    for block_n, stage, warps in product(outputs, stages, (first.warps,) if narrow or not place.is_gpu else _WARPS):
+        yield replace(first, block_n=block_n, stages=stage, warps=warps)
 
 
 def time_tiles(bench: Bench, shape: str, schemes: Sequence[str], widths: Sequence[int]) -> None:
     """Rows: for each scheme, layer and width the candidates by their time, quickest first.
 
-    Widths up to `tile_sizes.NARROW` try the narrow tiles, wider ones the wide tiles. What a GPU refuses (too much
-    shared memory) is left out with that reason.
+    Widths up to `tile_sizes.MANY` try the narrow tiles, wider ones the wide tiles. What a GPU
+    refuses (too much shared memory) is left out with that reason.
     """
     from runtime.kernels.triton.linear import triton_linear
-    from runtime.kernels.triton.tile_sizes import NARROW, plan
+    from runtime.kernels.triton.tile_sizes import MANY, plan
     from runtime.kernels.triton.weights import gpu_weight
 
     place = bench.place
@@ -52,28 +51,28 @@ def time_tiles(bench: Bench, shape: str, schemes: Sequence[str], widths: Sequenc
             weights = [first, *(gpu_weight(drawn, None, place.device) for _ in range(more))]
             own = plan(first.kind, place.device)
             for width in widths:
-                narrow = width <= NARROW
+                narrow = width <= MANY
                 x = torch.randn(width, layer.inputs, device=place.device)
-                tasks: dict[tuple[Tiles, int], Callable[[], float]] = {}
-                for tiles, programs in candidates(own.narrow if narrow else own.wide, place):
-                    part = {"narrow": tiles} if narrow else {"wide": tiles}
-                    tried = [triton_linear(w, replace(own, programs=programs, **part)) for w in weights]
+                tasks: dict[Tiles, Callable[[], float]] = {}
+                for tiles in candidates(own.narrow if narrow else own.wide, narrow, place):
+                    plan_tried = replace(own, narrow=tiles) if narrow else replace(own, wide=tiles)
+                    tried = [triton_linear(w, plan_tried) for w in weights]
                     try:
                         rounded = tried[0].round(x)
                         run = place.repeated(partial(each, [one.product for one in tried], rounded))
                     except Exception as error:  # the compiler's own classes, which share none but this
-                        bench.leave_out(error, **_about(scheme, layer.name, width, tiles, programs))
+                        bench.leave_out(error, **_about(scheme, layer.name, width, tiles))
                         continue
-                    tasks[tiles, programs] = place.task(run, calls=len(weights))
+                    tasks[tiles] = place.task(run, calls=len(weights))
                 timed = {key: median(s.seconds for s in taken) for key, taken in bench.samples(tasks).items()}
-                for (tiles, programs), took in sorted(timed.items(), key=lambda item: item[1]):
+                for tiles, took in sorted(timed.items(), key=lambda item: item[1]):
                     speed = {"ms_median": took * 1e3, "gb_per_second": first.nbytes / took / 1e9}
-                    bench.rows.append(_about(scheme, layer.name, width, tiles, programs) | speed)
+                    bench.rows.append(_about(scheme, layer.name, width, tiles) | speed)
                 place.release()
 
 
-def _about(scheme: str, layer: str, width: int, tiles: "Tiles", programs: int) -> dict[str, Any]:
+def _about(scheme: str, layer: str, width: int, tiles: "Tiles") -> dict[str, Any]:
     return {
-        "scheme": scheme, "layer": layer, "width": width, "programs": programs,
+        "scheme": scheme, "layer": layer, "width": width,
         "block_n": tiles.block_n, "warps": tiles.warps, "stages": tiles.stages,
     }  # fmt: skip

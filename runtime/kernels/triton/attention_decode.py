@@ -20,16 +20,14 @@ from runtime.kernels.triton.attention_splits import combine_kernel, split_kernel
 from runtime.kernels.triton.kv_store import layer_parts
 from runtime.kv_store import IN_BASIS, VECTOR, Store
 
-# Logical positions of one split. Part of what a row's bits mean: the same in all kernels.
-SPLIT = 128
 # Rows of a tile, one per query head of a row of the forward: the tensor cores' instruction has as many.
 TILE = 16
 # Warps of a program. No bit depends on it.
-_WARPS = 8
+_WARPS = 4
 # Dimensions of a key up to which one tile holds them all.
 _WHOLE = 256
 # Splits that the second kernel reads at once.
-_AT_ONCE = 8
+_AT_ONCE = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +95,6 @@ def shape_for(count: int, dim: int, kind: CacheKind, heads: Heads, tile: int, sh
         wide=-(-heads.values // VECTOR) * VECTOR,
         padded=padded(heads.values),
         block=block_for(kind, dim),
-        split=SPLIT,
         window=heads.window or 0,
         chunked=heads.chunked,
         softcap=heads.softcap / math.log(2.0),
@@ -105,11 +102,6 @@ def shape_for(count: int, dim: int, kind: CacheKind, heads: Heads, tile: int, sh
         knee=IN_BASIS[kind].knee if heads.in_basis else 0.0,
         interpreted=interpreted(),
     )
-
-
-def splits_for(tokens: int) -> int:
-    """Splits that rows below position `tokens` need: at least 1."""
-    return max(1, -(-tokens // SPLIT))
 
 
 def padded(dim: int) -> int:
@@ -169,7 +161,7 @@ def attend(
     """Softmax attention of T rows: q (T, heads, dim) float32 contiguous → (T, heads, value_dim) likewise, into `out`
     where it is given.
 
-    splits   launched; a row at position splits · SPLIT or beyond becomes NaN. No other bit depends on it.
+    splits   launched; a row beyond the last of them becomes NaN. No other bit depends on it.
     sharing  how many adjacent rows one request has, most of the time: they read its keys once. For speed alone.
     room     of `workspace`, made here where it is None.
 
@@ -199,7 +191,7 @@ def attend(
     if splits > 1:
         combine_kernel[(rows, count)](
             mixed, sums, out, heads.sinks, places.position, splits, HEADS=count, DIM=heads.values,
-            PADDED=padded(heads.values), SPLIT=SPLIT, WINDOW=heads.window or 0, CHUNKED=heads.chunked,
-            AT_ONCE=_AT_ONCE, num_warps=1 if heads.values <= 256 else 4, enable_fp_fusion=False,
+            PADDED=padded(heads.values), WINDOW=heads.window or 0, CHUNKED=heads.chunked, AT_ONCE=_AT_ONCE,
+            num_warps=1 if heads.values <= 256 else 4, enable_fp_fusion=False,
         )  # fmt: skip
     return out

@@ -16,7 +16,7 @@ from torch import Tensor
 from runtime.contract import FLOATS, CacheKind
 from runtime.kernels.triton.attention_decode import Heads, Places, shape_for, stages, widest
 from runtime.kernels.triton.attention_softmax import columns
-from runtime.kernels.triton.attention_splits import finish, load_queries, load_tile, nothing_seen, one_split
+from runtime.kernels.triton.attention_splits import finish, load_queries, load_tile, nothing_seen, one_split, split_at
 from runtime.kernels.triton.kv_store import layer_parts
 from runtime.kv_store import Store
 
@@ -58,10 +58,10 @@ def _many_kernel(q, out, cache, factor, sinks, places, rows, blocks, scaling, SH
     queries = load_queries(q, factor, row, head, valid, kv_head, scaling, SHAPE)
     highest, total, mixed = nothing_seen(SHAPE)
     lowest = tl.min(tl.where(last >= 0, first, 2147483647))
-    for split in range(lowest // SHAPE.split, tl.max(last) // SHAPE.split + 1):
+    for split in range(split_at(lowest), split_at(tl.max(last)) + 1):
         more_highest, more_total, more_mixed = one_split(
-            queries, tile, member, request_of, first, last, split * SHAPE.split,
-            cache, places, rows, blocks, 1, kv_head, SHAPE, False,
+            queries, tile, member, request_of, first, last, split, cache, places, rows, blocks, 1, kv_head,
+            SHAPE, False,
         )  # fmt: skip
         above = tl.maximum(highest, more_highest)
         base = tl.where(above == float("-inf"), 0.0, above)

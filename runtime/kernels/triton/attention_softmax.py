@@ -24,7 +24,7 @@ class Shape:
     tile             rows of a tile: `in_tile` query heads of `tile_rows` rows of the forward.
     dim              dimensions of a key: a tile holds `first` of them (a power of two), another one the `rest`, if any.
     value_dim        dimensions of a value; `wide` as they are stored, `padded` as a tile holds them.
-    block, split     keys of one step, and logical positions of one split.
+    block            keys of one step.
     window           last keys that a row sees; 0: all. chunked: those of its own chunk of so many positions.
     knee             of keys and values in a basis: codes beyond it count double, and they have halves; 0: of others.
     softcap          c: a score s counts as c · tanh(s / c); 0: as it is. In units of ln 2, as scores are here.
@@ -43,7 +43,6 @@ class Shape:
     wide: int
     padded: int
     block: int
-    split: int
     window: int
     chunked: bool
     softcap: float

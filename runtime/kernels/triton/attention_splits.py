@@ -9,6 +9,31 @@ import triton.language as tl
 
 from runtime.kernels.triton.attention_softmax import balance, columns, step, terms
 
+# Logical positions of one split, of the first NEAR_SPLITS of them and of all others: short ones, for a program takes as
+# long as its split, and not too many. Part of what a row's bits mean: the same in all kernels.
+NEAR: tl.constexpr = tl.constexpr(64)
+NEAR_SPLITS: tl.constexpr = tl.constexpr(16)
+FAR: tl.constexpr = tl.constexpr(256)
+
+
+def splits_for(tokens: int) -> int:
+    """Splits that rows below position `tokens` need: at least 1."""
+    near, count = NEAR.value, NEAR_SPLITS.value
+    return max(1, -(-tokens // near)) if tokens <= near * count else count - (near * count - tokens) // FAR.value
+
+
+@triton.jit
+def split_at(position):
+    """The split that a position (0 or above) is in."""
+    near = NEAR * NEAR_SPLITS
+    return tl.where(position < near, position // NEAR, NEAR_SPLITS + (position - near) // FAR)
+
+
+@triton.jit
+def begin_of(split):
+    """The first position of a split."""
+    return tl.where(split < NEAR_SPLITS, split * NEAR, NEAR * NEAR_SPLITS + (split - NEAR_SPLITS) * FAR)
+
 
 @triton.jit
 def load_tile(tile, places, rows, SHAPE: tl.constexpr):
@@ -85,10 +110,10 @@ def nothing_seen(SHAPE: tl.constexpr):
 
 @triton.jit
 def one_split(
-    queries, tile, member, request_of, first, last, begin, cache, places, rows, blocks, width, kv_head,
+    queries, tile, member, request_of, first, last, split, cache, places, rows, blocks, width, kv_head,
     SHAPE: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
-    """(highest (M,), total (M, 16), mixed (M, padded)) of a tile's rows over positions begin .. begin + split.
+    """(highest (M,), total (M, 16), mixed (M, padded)) of a tile's rows over the positions of a split.
 
     One pass over the keys for each request that the tile's rows belong to; in a tree one for each row over the blocks
     that hold positions from `start` on.
@@ -98,6 +123,7 @@ def one_split(
     table, request, _, start, tail = places
     count: tl.constexpr = SHAPE.block
     state = nothing_seen(SHAPE)
+    begin, end = begin_of(split), begin_of(split + 1)
     n = tl.arange(0, count)
     for r in range(0, SHAPE.tile_rows):
         row = tile * SHAPE.tile_rows + r
@@ -105,35 +131,36 @@ def one_split(
         before = tl.load(request + row - 1, mask=(row < rows) & (r > 0), other=-2)
         active = (request_of == mine) & (last >= 0) & (mine != before) & (row < rows)
         bound = tl.max(tl.where(active, last, -1))
-        # A loop without a turn reads nothing, but the GPU looks at the address of its first asynchronous load, which
-        # must exist: so rows that are none have the first request, and begin where their split begins.
-        mine = tl.maximum(mine, 0)
         lowest = tl.min(tl.where(active, first, 2147483647))
-        low = tl.maximum(begin, tl.where(bound < 0, 0, lowest) // count * count)
-        high = tl.minimum(begin + SHAPE.split, bound + 1)
-        shared = high
-        if TREE:
-            own = tl.load(start + row, mask=row < rows, other=0)
-            shared = tl.minimum(high, own // count * count)
-        for at in range(low, shared, count):
-            block = tl.load(table + mine.to(tl.int64) * blocks + at // 64)
-            inside = n
-            if count < 64:
-                # Said aloud, for wide loads: the compiler does not see it.
-                inside += tl.multiple_of(at % 64, count)
-            state = step(queries, state, first, last, active, at + n, bound, block, inside, cache, kv_head, SHAPE)
-        if TREE:
-            for own_row in range(0, SHAPE.tile_rows):
-                only = active & (member == own_row)
-                reach = tl.max(tl.where(only, last, -1))
-                low_own = tl.maximum(low, shared)
-                for at in range(low_own, tl.minimum(high, reach + 1), count):
-                    p = at + n
-                    there = (p >= own) & (p <= reach)
-                    place = tail + (tile * SHAPE.tile_rows + own_row).to(tl.int64) * width + (p - own)
-                    slot = tl.where(p < own, p, tl.load(place, mask=there, other=0))
-                    block = tl.load(table + mine.to(tl.int64) * blocks + slot // 64)
-                    state = step(queries, state, first, last, only, p, reach, block, slot % 64, cache, kv_head, SHAPE)
+        low = tl.maximum(begin, lowest // count * count)
+        high = tl.minimum(end, bound + 1)
+        # Not even a loop without a turn is free.
+        if bound >= begin:
+            shared = high
+            if TREE:
+                own = tl.load(start + row, mask=row < rows, other=0)
+                shared = tl.minimum(high, own // count * count)
+            for at in range(low, shared, count):
+                block = tl.load(table + mine.to(tl.int64) * blocks + at // 64)
+                inside = n
+                if count < 64:
+                    # Said aloud, for wide loads: the compiler does not see it.
+                    inside += tl.multiple_of(at % 64, count)
+                state = step(queries, state, first, last, active, at + n, bound, block, inside, cache, kv_head, SHAPE)
+            if TREE:
+                for own_row in range(0, SHAPE.tile_rows):
+                    only = active & (member == own_row)
+                    reach = tl.max(tl.where(only, last, -1))
+                    low_own = tl.maximum(low, shared)
+                    for at in range(low_own, tl.minimum(high, reach + 1), count):
+                        p = at + n
+                        there = (p >= own) & (p <= reach)
+                        place = tail + (tile * SHAPE.tile_rows + own_row).to(tl.int64) * width + (p - own)
+                        slot = tl.where(p < own, p, tl.load(place, mask=there, other=0))
+                        block = tl.load(table + mine.to(tl.int64) * blocks + slot // 64)
+                        state = step(
+                            queries, state, first, last, only, p, reach, block, slot % 64, cache, kv_head, SHAPE
+                        )
     return state
 
 
@@ -144,12 +171,12 @@ def split_kernel(
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(2)
     row, member, head, valid, request_of, first, last, kv_head = load_tile(tile, places, rows, SHAPE)
-    begin = split * SHAPE.split
+    begin = begin_of(split)
     # A program beyond all of its rows has nothing to do, and nobody reads what it would write.
     if (tl.max(last) >= begin) | ALONE:
         queries = load_queries(q, factor, row, head, valid, kv_head, scaling, SHAPE)
         highest, total, mixed = one_split(
-            queries, tile, member, request_of, first, last, begin, cache, places, rows, blocks, width, kv_head,
+            queries, tile, member, request_of, first, last, split, cache, places, rows, blocks, width, kv_head,
             SHAPE, TREE,
         )  # fmt: skip
         dimension, _, exists = columns(SHAPE)
@@ -157,12 +184,12 @@ def split_kernel(
         total = tl.max(total, axis=1)
         if ALONE:
             finish(
-                out, highest, mixed, total, sinks, row, head, dimension, valid, kept, last < SHAPE.split, last >= 0,
+                out, highest, mixed, total, sinks, row, head, dimension, valid, kept, last < NEAR, last >= 0,
                 SHAPE.heads, SHAPE.value_dim,
             )  # fmt: skip
         else:
             place = (row.to(tl.int64) * SHAPE.heads + head) * splits + split
-            reached = valid & (last >= begin) & (first < begin + SHAPE.split)
+            reached = valid & (last >= begin) & (first < begin_of(split + 1))
             there = reached[:, None] & kept[None, :]
             tl.store(mixed_out + place[:, None] * SHAPE.value_dim + dimension[None, :], mixed, mask=there)
             tl.store(sums_out + place * 2, highest, mask=reached)
@@ -196,8 +223,8 @@ def finish(
 @triton.jit(do_not_specialize=["splits"])
 def combine_kernel(
     mixed_in, sums_in, out, sinks, position, splits,
-    HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNKED: tl.constexpr, AT_ONCE: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
     last = tl.load(position + row)
@@ -206,33 +233,29 @@ def combine_kernel(
         first = tl.maximum(last, 0) // WINDOW * WINDOW if CHUNKED else tl.maximum(last - WINDOW + 1, 0)
     d = tl.arange(0, PADDED)
     kept = d < DIM
-    s = tl.arange(0, AT_ONCE)
     base = (row.to(tl.int64) * HEADS + head) * splits
-    end = tl.minimum(last // SPLIT + 1, splits)
+    end = tl.minimum(split_at(tl.maximum(last, 0)) + 1, splits)
     # NaN until a split was seen would spoil the first: exp2(−inf − −inf).
     highest = tl.full((PADDED,), float("-inf"), tl.float32)
     total = tl.zeros((PADDED,), tl.float32)
     mixed = tl.zeros((PADDED,), tl.float32)
     if last >= 0:
-        for at in range(first // SPLIT, end, AT_ONCE):
-            there = at + s < end
-            place = base + at + s
-            tiles = tl.load(
-                mixed_in + place[:, None] * DIM + d[None, :], mask=there[:, None] & kept[None, :], other=0.0
-            )
-            maxima = tl.load(sums_in + place * 2, mask=there, other=0.0)
-            totals = tl.load(sums_in + place * 2 + 1, mask=there, other=0.0)
+        for at in range(split_at(tl.maximum(first, 0)), end, AT_ONCE):
+            # Without a branch, so that all of them are on their way before the first is added.
             for i in tl.static_range(0, AT_ONCE):
-                if at + i < end:
-                    one = s == i
-                    more_highest = tl.sum(tl.where(one, maxima, 0.0)) + tl.zeros_like(mixed)
-                    more_total = tl.sum(tl.where(one, totals, 0.0)) + tl.zeros_like(mixed)
-                    more = tl.sum(tl.where(one[:, None], tiles, 0.0), axis=0)
-                    highest, total, mixed = join(highest, total, mixed, more_highest, more_total, more)
+                there = at + i < end
+                place = base + at + i
+                more_highest = tl.load(sums_in + place * 2, mask=there, other=0.0) + tl.zeros_like(mixed)
+                more_total = tl.load(sums_in + place * 2 + 1, mask=there, other=0.0) + tl.zeros_like(mixed)
+                more = tl.load(mixed_in + place * DIM + d, mask=there & kept, other=0.0)
+                new_highest, new_total, new_mixed = join(highest, total, mixed, more_highest, more_total, more)
+                highest = tl.where(there, new_highest, highest)
+                total = tl.where(there, new_total, total)
+                mixed = tl.where(there, new_mixed, mixed)
     if sinks is not None:
         decay, weight = beside_sink(highest, tl.load(sinks + head))
         total = tl.fma(total, decay, weight)
         mixed = mixed * decay
     result = tl.div_rn(mixed, tl.where(last >= 0, total, 1.0))
-    result = tl.where(last < splits * SPLIT, result, float("nan"))
+    result = tl.where(last < begin_of(splits), result, float("nan"))
     tl.store(out + (row.to(tl.int64) * HEADS + head) * DIM + d, result, mask=kept)

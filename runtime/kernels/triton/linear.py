@@ -1,8 +1,8 @@
 """Layers on Triton's kernels, alone or several over one input. Usable inside the capture of a CUDA graph.
 
-Same bits at every width: all packed weights, whatever the number of rows, and those of kernels/reference.py where K is
-one split (tile_sizes.splits) or one group. Float weights: by construction up to `tile_sizes.NARROW` rows; beyond that
-the tiles are wider and the tensor cores' steps the same, which the tests check on the machine at hand.
+Same bits at every width, whatever the number of rows: packed weights, which have those of kernels/reference.py where K
+is one split (tile_sizes.splits) or one group; and float weights, whose tensor-core instruction is the same for all
+tiles.
 """
 
 from dataclasses import dataclass
@@ -15,17 +15,16 @@ from torch import Tensor
 from runtime.kernels.joined import Joined, OfWeight
 from runtime.kernels.triton import interpreted, tile_sizes, unpack
 from runtime.kernels.triton.expert_rows import Picks
+from runtime.kernels.triton.product_few import few_groups_product, few_rows_product
 from runtime.kernels.triton.product_float import float_product
-from runtime.kernels.triton.product_int import add_parts, groups_product, rows_product
+from runtime.kernels.triton.product_int import groups_product, rows_product, scale_kernel
 from runtime.kernels.triton.quantize_inputs import OPTIONS, Rounded, Rounding, quantize, rounding
 from runtime.kernels.triton.unpack import LEFT, Codes
 from runtime.kernels.triton.weight_layout import Cut
 from runtime.kernels.triton.weights import GpuWeight, upper_weight
 
-# Outputs of one program that adds partial sums.
-_REDUCE = 256
-# Units (rows of up to 128 bytes) that are worth a program of their own.
-_LEAST_UNITS = 4
+# Outputs of one program that scales sums.
+_SCALED = 256
 # uint8 is fp8's bytes.
 _FLOATS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32", torch.uint8: "fp8"}
 
@@ -34,7 +33,7 @@ _FLOATS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: 
 class TritonLinear(OfWeight):
     """y (T, N) = x (T, K) Wᵀ (+ b), float32.
 
-    plan    tile sizes; splits: parts into which float sums over K are cut (tile_sizes has both).
+    plan    tile sizes; splits: parts into which K is cut, 1, 2 or 4 (tile_sizes has both).
     how     how inputs are rounded; None: they are not (float and fp8 weights).
     """
 
@@ -97,73 +96,57 @@ class TritonLinear(OfWeight):
         """The layer on the upper plane of its weight. Raises ValueError where it has none."""
         return triton_linear(upper_weight(self.weight), self.plan, self.splits)
 
-    def _tiles(self, rows: int, picks: Picks | None) -> tuple[tile_sizes.Tiles, tuple[int, int]]:
-        cut = self.weight.cut
-        # Of experts a program takes the rows of one narrow tile, however many there are.
-        tiles = tile_sizes.for_rows(
-            self.plan, rows if picks is None else min(rows, tile_sizes.NARROW), 0 if cut is None else cut.chunk
-        )
-        first = triton.cdiv(rows, tiles.block_t) if picks is None else picks.pairs
-        # Programs of the same outputs are neighbours: a long prompt reads the weights once.
-        return tiles, (first, triton.cdiv(self.weight.shape[0], tiles.block_n))
-
-    def _parallel(self, grid: tuple[int, int], most: int, picks: Picks | None) -> int:
-        """Splits that run as programs of their own: enough to fill the machine, which a row's experts do without."""
-        return max(1, min(most, triton.cdiv(self.plan.programs, grid[0] * grid[1]))) if picks is None else 1
-
     def _multiply(
         self, x: Rounded | Tensor, y: Tensor, residual: Tensor | None, picks: Picks | None, paired: bool
     ) -> None:
-        """y = the product, and the residual. Splits that programs compute apart are added by another kernel."""
+        """y = the product, and the residual."""
         w, cut, (n, k) = self.weight, self.weight.cut, self.weight.shape
         rows = len(y) if picks is None else picks.rows
-        tiles, grid = self._tiles(rows, picks)
-        # Sums of integers may be cut anywhere, those of floats by the kind of weight and K alone.
-        integers = cut is not None and cut.columns == 1
+        # Of experts a program takes the rows of one narrow tile, however many there are.
+        tiles = tile_sizes.for_rows(self.plan, rows if picks is None else min(rows, tile_sizes.NARROW), cut is None)
+        first = triton.cdiv(rows, tiles.block_t) if picks is None else picks.pairs
+        # Programs of the same outputs are neighbours: a long prompt reads the weights once.
+        programs = (first, triton.cdiv(n, tiles.block_n))
+        many = cut is not None and tiles is self.plan.wide
+        # Where each warp takes a split there are as many warps as splits.
+        warps = tiles.warps if many else self.splits
+        constants: dict[str, Any] = {"BLOCK_N": tiles.block_n, "BLOCK_T": tiles.block_t, "num_warps": warps}
+        constants |= {"num_stages": tiles.stages, **OPTIONS}
+        # What is read in turns: blocks of a float row, rounds of groups, units of a packed row.
         if cut is None:
-            count, each = k, triton.cdiv(triton.cdiv(k, self.splits), tiles.block_k) * tiles.block_k
-        elif integers:
+            count = triton.cdiv(k, tiles.block_k)
+        elif cut.columns == 1:
             count = cut.units
-            each = triton.cdiv(count, self._parallel(grid, count // _LEAST_UNITS, picks))
         else:
             count = cut.columns // cut.per_byte if cut.units == 0 else cut.groups
-            each = triton.cdiv(count, self.splits)
-        splits = triton.cdiv(count, each)
-        apart = splits > 1 and (integers or self._parallel(grid, splits, picks) > 1)
-        sums = torch.int32 if integers else torch.float32
-        target = torch.empty((splits, rows, n), dtype=sums, device=y.device) if apart else y
-        programs, inside = (*grid, splits if apart else 1), 1 if apart else splits
-        ends = (residual, target, None if picks is None else picks.experts, rows, n)
-        constants: dict[str, Any] = {
-            "COUNT": 1 if picks is None else picks.count,
-            "PAIRED": paired,
-            "PARTIAL": apart,
-            "BLOCK_N": tiles.block_n,
-            "BLOCK_T": tiles.block_t,
-            "num_warps": tiles.warps,
-            "num_stages": tiles.stages,
-            **OPTIONS,
-        }
+        each = triton.cdiv(count, self.splits)
+        whole = each * self.splits == count
+        ends = (residual, y, None if picks is None else picks.experts, rows, n)
+        of_rows = {"COUNT": 1 if picks is None else picks.count, "PAIRED": paired}
         if isinstance(x, Tensor) or cut is None:
             assert isinstance(x, Tensor)
-            whole, kind = k % tiles.block_k == 0, _FLOATS[w.codes.dtype]
+            kind, whole = _FLOATS[w.codes.dtype], whole and k % tiles.block_k == 0
             float_product[programs](
                 *(x, w.codes, w.scale, w.bias, *ends, k, x.stride(0), each),
-                **(constants | {"KIND": kind, "WHOLE": whole, "SPLITS": inside, "BLOCK_K": tiles.block_k}),
-                INTERPRETED=interpreted(),
-            )
-        elif integers:
-            rows_product[programs](
-                *(*_operands(x, w), *ends, cut.stored, cut.units, each), CODES=_codes(w, cut), **constants
-            )
+                **(constants | of_rows | {"KIND": kind, "WHOLE": whole, "SPLITS": self.splits}),
+                BLOCK_K=tiles.block_k, INTERPRETED=interpreted(),
+            )  # fmt: skip
+            return
+        constants |= {"CODES": _codes(w, cut)}
+        if not many:
+            constants |= of_rows | {"SPLITS": self.splits, "WHOLE": whole}
+        if many and cut.columns == 1:
+            rows_product[programs](*_operands(x, w), residual, y, rows, n, cut.stored, cut.units, **constants)
+        elif cut.columns == 1:
+            few_rows_product[programs](*_operands(x, w), *ends, cut.stored, cut.units, each, **constants)
         else:
-            constants |= {"UNITS": cut.units, "SPLITS": inside, "STAGES": tiles.stages}
             sizes = (cut.stored, cut.row_bytes, cut.columns, count, each)
-            groups_product[programs](*_operands(x, w), *ends, *sizes, CODES=_codes(w, cut), **constants)
-        if apart:
-            # Groups are scaled before they are added.
-            scale = w.scale if integers or cut is None else None
-            add(target, y, residual, w.bias, scale, *((w.offset, x) if isinstance(x, Rounded) and integers else ()))
+            constants |= {"UNITS": cut.units, "STAGES": tiles.stages}
+            if many:
+                constants |= {"SPLITS": self.splits}
+                groups_product[programs](*_operands(x, w), residual, y, rows, n, *sizes, **constants)
+            else:
+                few_groups_product[programs](*_operands(x, w), *ends, *sizes, **constants)
 
 
 @dataclass(frozen=True)
@@ -207,33 +190,23 @@ def split_outputs(outputs: tuple[Tensor, ...], sizes: tuple[int, ...]) -> tuple[
 def triton_linear(weight: GpuWeight, plan: tile_sizes.Plan | None = None, splits: int | None = None) -> TritonLinear:
     """The layer of a weight; tiles and splits from tile_sizes where they are not given."""
     chosen = tile_sizes.plan(weight.kind, weight.codes.device, weight.shape[0]) if plan is None else plan
-    cuts = tile_sizes.splits(weight.kind, weight.shape[1]) if splits is None else splits
+    cuts = tile_sizes.splits(weight.shape[1]) if splits is None else splits
     return TritonLinear(weight, chosen, cuts, rounding(weight))
 
 
-def add(
-    parts: Tensor,
-    out: Tensor,
-    residual: Tensor | None,
-    bias: Tensor | None,
-    scale: Tensor | None = None,
-    offset: Tensor | None = None,
-    x: Rounded | None = None,
-) -> None:
-    """out (rows, N) = the sum of parts (splits, at least so many rows, N), scaled as product_int.add_parts says.
-
-    x  the inputs, where parts are sums of their codes.
-    """
-    (splits, _, n), rows = parts.shape, len(out)
-    step, sums = (None, None) if x is None else (x.step, x.sums if offset is not None else None)
-    ends = (step, sums, scale, offset, bias, residual)
-    add_parts[(triton.cdiv(n, _REDUCE), rows)](parts, *ends, out, rows, n, splits, BLOCK=_REDUCE, **OPTIONS)
+def scale_sums(sums: Tensor, out: Tensor, residual: Tensor | None, weight: GpuWeight, x: Rounded) -> None:
+    """out (rows, N) = sums (at least so many rows, N) int32 of the inputs' codes times the weight's, scaled as
+    product_int.scale_kernel says."""
+    (_, n), rows = sums.shape, len(out)
+    added = x.sums if weight.offset is not None else None
+    ends = (x.step, added, weight.scale, weight.offset, weight.bias, residual)
+    scale_kernel[(triton.cdiv(n, _SCALED), rows)](sums, *ends, out, n, BLOCK=_SCALED, **OPTIONS)
 
 
 def _operands(x: Rounded, w: GpuWeight) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
     """Inputs and weight as `rows_product` takes them; sums are read where there are offsets."""
     inputs = (x.codes, x.step, x.sums if w.offset is not None else None)
-    return inputs, (w.codes, w.lower, w.pairs, w.scale, w.offset, w.bias)
+    return inputs, (w.codes, w.lower, w.levels, w.scale, w.offset, w.bias)
 
 
 def _codes(weight: GpuWeight, cut: Cut) -> Codes:

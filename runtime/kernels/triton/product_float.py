@@ -17,87 +17,83 @@ import triton
 import triton.language as tl
 
 from runtime.kernels.triton.expert_rows import rows_of
+from runtime.kernels.triton.product_few import added_in_order
 from runtime.kernels.triton.product_int import finished
 
 
 @triton.jit(do_not_specialize=["rows"])
 def float_product(
-    x, weight, scale, bias, residual, out, picked, rows, outputs, inputs, x_stride, inputs_per_split,
-    KIND: tl.constexpr, WHOLE: tl.constexpr, SPLITS: tl.constexpr, PARTIAL: tl.constexpr, INTERPRETED: tl.constexpr,
+    x, weight, scale, bias, residual, out, picked, rows, outputs, inputs, x_stride, blocks_per_split,
+    KIND: tl.constexpr, WHOLE: tl.constexpr, SPLITS: tl.constexpr, INTERPRETED: tl.constexpr,
     COUNT: tl.constexpr, PAIRED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """y (rows, outputs) = x Wᵀ; PARTIAL: the program computes one split, and `out` is (splits, rows, outputs).
+    """y (rows, outputs) = x Wᵀ. Each warp takes a split of K, as product_few.py has it; splits are added in order.
 
     KIND         "bfloat16", "float16", "float32" or "fp8" (`weight` is its bytes).
     scale        (outputs,), or None.
     picked       None, or the experts of each row (expert_rows.rows_of): the weight is a stack of theirs.
-    WHOLE        `inputs` and `inputs_per_split` are multiples of BLOCK_K, so no load has to look at k.
+    WHOLE        K is SPLITS · blocks_per_split · BLOCK_K inputs, so no load has to look at k.
     INTERPRETED  the interpreter's products know no bfloat16, and their bits depend on a row's place: plain sums.
     """
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     x_row, t, t_in, expert, works = rows_of(rows, picked, COUNT, PAIRED, BLOCK_T)
     n_in = n < outputs
+    split = tl.arange(0, SPLITS)
+    begin = split * (blocks_per_split * BLOCK_K)
     inside = tl.arange(0, BLOCK_K)
-    weight_at = weight + n.to(tl.int64)[:, None] * inputs + inside[None, :]
-    x_at = x + x_row.to(tl.int64)[None, :] * x_stride + inside[:, None]
+    weight_at = weight + n.to(tl.int64)[None, :, None] * inputs + inside[None, None, :] + begin[:, None, None]
+    x_at = x + x_row.to(tl.int64)[None, None, :] * x_stride + inside[None, :, None] + begin[:, None, None]
+    turns = blocks_per_split
     by_output = n
     if picked is not None:
         weight_at += expert * outputs * inputs
         by_output = n + expert * outputs
-    total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-    for number in range(SPLITS):
-        part = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-        first = (tl.program_id(2) + number) * inputs_per_split
-        last = tl.minimum(first + inputs_per_split, inputs)
-        if picked is not None:
-            last = tl.where(works, last, first)
-        for k in range(first, last, BLOCK_K):
-            if WHOLE:
-                w = tl.load(weight_at + k, mask=n_in[:, None], other=0.0)
-                v = tl.load(x_at + k, mask=t_in[None, :], other=0.0)
-            else:
-                k_in = inside + k < inputs
-                w = tl.load(weight_at + k, mask=n_in[:, None] & k_in[None, :], other=0.0)
-                v = tl.load(x_at + k, mask=t_in[None, :] & k_in[:, None], other=0.0)
-            block = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-            if KIND == "float32":
-                block = _times(w, v, block, "ieee", INTERPRETED)
-            elif KIND == "float16":
-                # Every float16 is a tf32 number. Terms by truncation: each is exact, and so is what it leaves.
-                wide = w.to(tl.float32)
-                high = _upper_bits(v, 13)
-                rest = v - high
-                middle = _upper_bits(rest, 13)
-                block = _times(wide, rest - middle, block, "tf32", INTERPRETED)
-                block = _times(wide, middle, block, "tf32", INTERPRETED)
-                block = _times(wide, high, block, "tf32", INTERPRETED)
-            else:
-                if KIND == "fp8":
-                    w = _from_e4m3(w)
-                high = _upper_bits(v, 16)
-                rest = v - high
-                middle = _upper_bits(rest, 16)
-                block = _times(w, (rest - middle).to(tl.bfloat16), block, "tf32", INTERPRETED)
-                block = _times(w, middle.to(tl.bfloat16), block, "tf32", INTERPRETED)
-                block = _times(w, high.to(tl.bfloat16), block, "tf32", INTERPRETED)
-            part += block
-        total += part
+        turns = tl.where(works, turns, 0)
+    total = tl.zeros((SPLITS, BLOCK_N, BLOCK_T), tl.float32)
+    for turn in range(0, turns):
+        k = turn * BLOCK_K
+        w_there, x_there = n_in[None, :, None], t_in[None, None, :]
+        if not WHOLE:
+            k_in = begin[:, None] + k + inside[None, :] < inputs
+            w_there, x_there = w_there & k_in[:, None, :], x_there & k_in[:, :, None]
+        w = tl.load(weight_at + k, mask=w_there, other=0.0)
+        v = tl.load(x_at + k, mask=x_there, other=0.0)
+        block = tl.zeros((SPLITS, BLOCK_N, BLOCK_T), tl.float32)
+        if KIND == "float32":
+            block = _times(w, v, block, "ieee", INTERPRETED)
+        elif KIND == "float16":
+            # Every float16 is a tf32 number. Terms by truncation: each is exact, and so is what it leaves.
+            wide = w.to(tl.float32)
+            high = _upper_bits(v, 13)
+            rest = v - high
+            middle = _upper_bits(rest, 13)
+            block = _times(wide, rest - middle, block, "tf32", INTERPRETED)
+            block = _times(wide, middle, block, "tf32", INTERPRETED)
+            block = _times(wide, high, block, "tf32", INTERPRETED)
+        else:
+            if KIND == "fp8":
+                w = _from_e4m3(w)
+            high = _upper_bits(v, 16)
+            rest = v - high
+            middle = _upper_bits(rest, 16)
+            block = _times(w, (rest - middle).to(tl.bfloat16), block, "tf32", INTERPRETED)
+            block = _times(w, middle.to(tl.bfloat16), block, "tf32", INTERPRETED)
+            block = _times(w, high.to(tl.bfloat16), block, "tf32", INTERPRETED)
+        total += block
+    y = added_in_order(total, SPLITS, BLOCK_N, BLOCK_T)
     where = t.to(tl.int64)[None, :] * outputs + n[:, None]
     here = n_in[:, None] & t_in[None, :]
-    if PARTIAL:
-        tl.store(out + tl.program_id(2).to(tl.int64) * rows * outputs + where, total, mask=here)
-    else:
-        if scale is not None:
-            total *= tl.load(scale + by_output, mask=n_in, other=0.0)[:, None]
-        tl.store(out + where, finished(total, bias, residual, where, by_output, n_in, here), mask=here)
+    if scale is not None:
+        y *= tl.load(scale + by_output, mask=n_in, other=0.0)[:, None]
+    tl.store(out + where, finished(y, bias, residual, where, by_output, n_in, here), mask=here)
 
 
 @triton.jit
 def _times(w, v, part, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
-    """part + w · v; PRECISION is of float32 operands, which is what they are then."""
+    """part + w · v of each split; PRECISION is of float32 operands, which is what they are then."""
     if INTERPRETED:
-        terms = w.to(tl.float32)[:, None, :] * tl.trans(v.to(tl.float32))[None, :, :]
-        part += tl.sum(terms, axis=2)
+        terms = w.to(tl.float32)[:, :, None, :] * tl.permute(v.to(tl.float32), (0, 2, 1))[:, None, :, :]
+        part += tl.sum(terms, axis=3)
     else:
         part = tl.dot(w, v, part, input_precision=PRECISION)
     return part

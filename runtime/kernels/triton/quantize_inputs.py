@@ -18,9 +18,12 @@ from runtime.kernels.triton.quantize_kernels import round_groups, round_rows
 from runtime.kernels.triton.weight_layout import Cut
 from runtime.kernels.triton.weights import GpuWeight
 
-# Elements of a program's block, and inputs of a row that are looked at at once.
+# Elements of a program's block of groups.
 _TILE = 2048
-_BLOCK = 4096
+# Inputs of a row that a program looks at at once: where the row has one step, and where it is cut into groups.
+_ROW, _BLOCK = 16384, 4096
+# Inputs of a thread.
+_EACH = 16
 # One IEEE operation each: a contracted multiply and add would have other bits than the reference.
 OPTIONS = {"enable_fp_fusion": False}
 
@@ -105,7 +108,7 @@ def _round(
     sums = torch.empty((rows, cut.columns), dtype=torch.int32, device=x.device) if how.sums else None
     if rows == 0:
         return Rounded(how, codes, step, sums)
-    block = min(triton.next_power_of_2(cut.stored), _BLOCK)
+    block = min(triton.next_power_of_2(cut.stored), _ROW if cut.columns == 1 else _BLOCK)
     at_once = tile_sizes.rows_at_once(x.device)
     blocks = triton.cdiv(rows, at_once)
     source = (x, y, weight, x.stride(0), 0 if y is None else y.stride(0), eps, shift)
@@ -113,7 +116,8 @@ def _round(
     common = (source, (how.perm, how.static), codes, step, sums, experts, rows, cut.inputs, cut.stored)
     constants = {"MODE": mode, "ROWS": at_once, "BLOCK": block, "COUNT": rows // x.shape[0], **OPTIONS}
     if cut.columns == 1:
-        round_rows[(blocks,)](*common, **constants, num_warps=8)
+        warps = max(4, min(16, block // (32 * _EACH)))
+        round_rows[(blocks,)](*common, **constants, ONCE=block >= cut.stored, num_warps=warps)
         return Rounded(how, codes, step, sums)
     inside = triton.next_power_of_2(cut.padded)
     groups = min(triton.next_power_of_2(cut.columns), max(1, _TILE // inside))

@@ -19,7 +19,7 @@ _INF: tl.constexpr = tl.constexpr(float("inf"))
 @triton.jit(do_not_specialize=["rows"])
 def round_rows(
     source, how, codes, step, sums, picked, rows, inputs, stored,
-    MODE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
+    MODE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """One step a row: x (rows, inputs) to codes (rows, stored), those beyond the inputs zero.
 
@@ -27,6 +27,7 @@ def round_rows(
     how     (perm, static) of the weight.
     picked  None, or the expert (rows,) int64 of each row, whose order and static step are taken: perm (E, inputs) and
             static (E,). COUNT adjacent rows come from one row of x then.
+    ONCE    BLOCK holds a whole row.
     """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     row_in = row < rows
@@ -37,23 +38,34 @@ def round_rows(
         perm = perm + (expert * inputs)[:, None] if perm is not None else None
         static = static + expert if static is not None else None
     root = _inverse_root(source, row, row_in, inputs, MODE, ROWS, BLOCK)[:, None]
-    highest = tl.zeros((ROWS, BLOCK), tl.float32)
-    bad = tl.zeros((ROWS, BLOCK), tl.int32)
-    for start in range(0, inputs, BLOCK):
-        at = inside[None, :] + start
+    if ONCE:
+        # The whole row at once: nothing is read or computed twice.
+        at = inside[None, :]
         v = _value(source, perm, row, at, row_in[:, None] & (at < inputs), root, MODE, COUNT)
-        size = tl.abs(v)
-        highest = tl.where(size > highest, size, highest)
-        bad |= (v != v).to(tl.int32)
-    scale, inverse = _steps(tl.max(highest, axis=1), tl.max(bad, axis=1), static)
-    tl.store(step + row, scale, mask=row_in)
-    added = tl.zeros((ROWS, BLOCK), tl.int32)
-    for start in range(0, stored, BLOCK):
-        at = inside[None, :] + start
-        v = _value(source, perm, row, at, row_in[:, None] & (at < inputs), root, MODE, COUNT)
+        bad = (v != v).to(tl.int32)
+        highest = tl.where(bad > 0, 0.0, tl.abs(v))
+        scale, inverse = _steps(tl.max(highest, axis=1), tl.max(bad, axis=1), static)
         rounded = _rounded(v, inverse[:, None], static)
-        added += rounded.to(tl.int32)
+        added = rounded.to(tl.int32)
         tl.store(codes + row[:, None] * stored + at, rounded, mask=row_in[:, None] & (at < stored))
+    else:
+        highest = tl.zeros((ROWS, BLOCK), tl.float32)
+        bad = tl.zeros((ROWS, BLOCK), tl.int32)
+        for start in range(0, inputs, BLOCK):
+            at = inside[None, :] + start
+            v = _value(source, perm, row, at, row_in[:, None] & (at < inputs), root, MODE, COUNT)
+            size = tl.abs(v)
+            highest = tl.where(size > highest, size, highest)
+            bad |= (v != v).to(tl.int32)
+        scale, inverse = _steps(tl.max(highest, axis=1), tl.max(bad, axis=1), static)
+        added = tl.zeros((ROWS, BLOCK), tl.int32)
+        for start in range(0, stored, BLOCK):
+            at = inside[None, :] + start
+            v = _value(source, perm, row, at, row_in[:, None] & (at < inputs), root, MODE, COUNT)
+            rounded = _rounded(v, inverse[:, None], static)
+            added += rounded.to(tl.int32)
+            tl.store(codes + row[:, None] * stored + at, rounded, mask=row_in[:, None] & (at < stored))
+    tl.store(step + row, scale, mask=row_in)
     if sums is not None:
         tl.store(sums + row, tl.sum(added, axis=1), mask=row_in)
 

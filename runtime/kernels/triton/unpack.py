@@ -1,4 +1,4 @@
-"""PTX that unpacks four bytes at a time.
+"""PTX that unpacks four bytes at a time, laid out as weight_layout.py says.
 
 Triton takes words apart: seven instructions a weight, where a GPU's memory leaves time for four (of 4-bit codes) or two
 (of 2-bit ones).
@@ -26,20 +26,19 @@ def _planes(part: int) -> str:
 
 
 def _nf4(part: int) -> str:
-    """Sixteen levels in four registers, looked up by byte permutation, which takes three bits of an index at a time."""
+    """Sixteen levels in four registers, looked up by byte permutation, which takes three bits of an index at a time. A
+    half of a word is four codes of one part: the permutation's own form."""
     levels = [sum((int(v) & 255) << 8 * i for i, v in enumerate(INT8_LEVELS[j : j + 4])) for j in (0, 4, 8, 12)]
     t0, t1, t2, t3 = (f"0x{level:08X}" for level in levels)
+    half = 16 * part
     return " ".join(
         (
-            # The four codes side by side in the low half of b: two from a word, two from it shifted by a code.
-            _shifted("a", "$1", -4 * part),
-            "shr.u32 b, a, 4; and.b32 a, a, 0x000F000F; and.b32 b, b, 0x00F000F0; or.b32 a, a, b;",
-            "prmt.b32 b, a, 0, 0x4420;",
+            _shifted("a", "$1", -half),
             # The level of the lower three bits from either half of the table, then the half that the fourth says.
-            "and.b32 a, b, 0x7777;",
+            "and.b32 a, a, 0x7777;",
             f"mov.b32 c, {t0}; mov.b32 d, {t1}; prmt.b32 c, c, d, a;",
             f"mov.b32 d, {t2}; mov.b32 e, {t3}; prmt.b32 d, d, e, a;",
-            "shr.u32 b, b, 1; and.b32 b, b, 0x4444; or.b32 b, b, 0x3210;",
+            f"shr.u32 b, $1, {half + 1}; and.b32 b, b, 0x4444; or.b32 b, b, 0x3210;",
             "prmt.b32 $0, c, d, b;",
         )
     )
@@ -88,12 +87,12 @@ class Codes:
 
 
 @triton.jit
-def chunk_of(packed, lower, pairs, PART: tl.constexpr, CODES: tl.constexpr):
+def chunk_of(packed, lower, levels, PART: tl.constexpr, CODES: tl.constexpr):
     """Codes (rows, chunk) int8 of chunk number PART of a unit, times 2 ** left.
 
     packed  (rows, chunk) int8: the unit's bytes.
     lower   of planes: the same of the lower plane.
-    pairs   of nf4: 256 int16, for every byte its two levels (the first in the low half).
+    levels  of nf4: 16 int8.
     """
     if CODES.kind == "int8":
         codes = packed
@@ -111,8 +110,7 @@ def chunk_of(packed, lower, pairs, PART: tl.constexpr, CODES: tl.constexpr):
     elif CODES.kind == "ternary":
         codes = (packed << (6 - 2 * PART)) & -64
     elif CODES.kind == "nf4":
-        both = tl.load(pairs + (packed.to(tl.int32) & 255))
-        codes = both.to(tl.int8) if PART == 0 else (both >> 8).to(tl.int8)
+        codes = tl.load(levels + half_words(packed, PART))
     elif CODES.kind == "planes":
         high = (packed << 4) if PART == 0 else (packed & -16)
         codes = high | ((lower & 15) if PART == 0 else ((lower >> 4) & 15))
@@ -121,3 +119,12 @@ def chunk_of(packed, lower, pairs, PART: tl.constexpr, CODES: tl.constexpr):
         tl.static_assert(CODES.kind == "upper")
         codes = ((packed << 4) if PART == 0 else (packed & -16)) | 8
     return codes
+
+
+@triton.jit
+def half_words(packed, PART: tl.constexpr):
+    """Codes 0..15 int32 of part PART of bytes (…, chunk): those of half a word of four bytes, the first the lowest."""
+    words: tl.constexpr = packed.numel // 4
+    first, second = tl.split(tl.permute(tl.reshape(packed, (words, 2, 2)), (0, 2, 1)))
+    half = (first if PART == 0 else second).to(tl.int32)
+    return tl.reshape(tl.join(half & 15, (half >> 4) & 15), packed.shape)

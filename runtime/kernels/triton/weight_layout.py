@@ -1,9 +1,10 @@
 """How the inputs of a packed weight are cut for the kernels: groups, chunks, bytes.
 
 A chunk is a run of 32, 64 or 128 inputs: one tensor-core product. A byte holds the same place of 1, 2 or 4 neighbouring
-chunks (its lowest bits the first), so one row of bytes is loaded as it lies and each chunk is unpacked by itself. What
-is not there (a group that is no multiple of 32, a last byte that is not full) is zero in codes, inputs and scales, and
-adds exact zeros.
+chunks (its lowest bits the first), so one row of bytes is loaded as it lies and each chunk is unpacked by itself. Of
+nf4, whose levels are looked up by four codes side by side, half a word of four bytes holds four places of one of two
+chunks instead (the lower half the first). What is not there (a group that is no multiple of 32, a last byte that is not
+full) is zero in codes, inputs and scales, and adds exact zeros.
 """
 
 from dataclasses import dataclass

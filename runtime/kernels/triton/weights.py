@@ -32,7 +32,7 @@ class GpuWeight(HoldsTensors):
                  packed as weight_layout.py says.
     cut          how the inputs are cut; None for float and fp8.
     lower        planes: the lower nibbles, packed as `codes` are.
-    pairs        nf4: (256,) int16, the two int8 levels of each byte, for the interpreter.
+    levels       nf4: (16,) int8, for the interpreter.
     scale        (cut.columns, N) float32, of fp8 (1, N); of nf4 absmax / 127, its levels being in 127ths. 16 bits
                  would do for most, but loads of less than 32 are not asynchronous, and one that is waited for costs
                  more.
@@ -47,7 +47,7 @@ class GpuWeight(HoldsTensors):
     codes: Tensor
     cut: Cut | None = None
     lower: Tensor | None = None
-    pairs: Tensor | None = None
+    levels: Tensor | None = None
     scale: Tensor | None = None
     offset: Tensor | None = None
     perm: Tensor | None = None
@@ -166,14 +166,13 @@ def _packed(weight: PackedWeight, device: torch.device) -> GpuWeight:
     scale = _by_group("scale", divided(weight.scale, levels) if levels else weight.scale, n, shape, device)
     offset = None if weight.offset is None else _by_group("offset", weight.offset, n, shape, device)
     stored = _spread(codes, shape)
-    pairs = _pairs(row.format.INT8_LEVELS).to(device) if levels else None
     return GpuWeight(
         "planes" if planes else found,
         (n, k),
-        _pack(stored >> 4 if planes else stored, shape),
+        _pack_halves(stored, shape) if levels else _pack(stored >> 4 if planes else stored, shape),
         shape,
         lower=_pack(stored & 15, shape) if planes else None,
-        pairs=pairs,
+        levels=row.format.INT8_LEVELS.to(device) if levels else None,
         scale=scale,
         offset=offset,
         perm=None if (order := weight.order()) is None else order.to(device),
@@ -220,11 +219,11 @@ def _pack(stored: Tensor, shape: Cut) -> Tensor:
     return packed.view(torch.int8).flatten(1)
 
 
-def _pairs(levels: Tensor) -> Tensor:
-    """For every byte its two levels: (256,) int16, the first in the low half; levels (16,) int8."""
-    byte = torch.arange(256)
-    low, high = levels[byte & 15].to(torch.int16), levels[byte >> 4].to(torch.int16)
-    return (low & 255) | (high << 8)
+def _pack_halves(stored: Tensor, shape: Cut) -> Tensor:
+    """(N, stored) codes 0..15 to (N, row_bytes) int8: of a word, each half holds four codes of one of two chunks."""
+    pairs = stored.view(len(stored), -1, 2, shape.chunk // 4, 2, 2).to(torch.uint8)
+    halves = pairs[..., 0] | (pairs[..., 1] << 4)
+    return halves.transpose(2, 3).contiguous().view(torch.int8).flatten(1)
 
 
 def _by_group(name: str, values: Tensor, n: int, shape: Cut, device: torch.device) -> Tensor:

@@ -16,7 +16,7 @@ from runtime.kernels.libraries import LibraryLinear
 from runtime.kernels.library_choice import Choice
 from runtime.kernels.reference import integer_product
 from runtime.kernels.triton.expert_rows import Picks
-from runtime.kernels.triton.linear import TritonLinear, add
+from runtime.kernels.triton.linear import TritonLinear, scale_sums
 from runtime.kernels.triton.quantize_inputs import Rounded
 
 Weight = PackedWeight | Tensor
@@ -61,7 +61,7 @@ class IntMmLinear(TritonLinear):
         # Triton's interpreter is on the CPU, where torch's own product saturates without VNNI.
         multiply = torch._int_mm if codes.is_cuda else integer_product
         sums = multiply(codes, w.codes.t())
-        return add(sums.unsqueeze(0), y, residual, w.bias, w.scale, w.offset, x)
+        return scale_sums(sums, y, residual, w, x)
 
 
 def int_mm_linear(layer: TritonLinear, spans: tuple[tuple[int, int | None], ...]) -> TritonLinear:

@@ -7,7 +7,7 @@ for each. Rows that fill a bucket up see nothing, and what they write goes to th
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import TypeVar
 
@@ -107,8 +107,12 @@ class Bucket(Shape):
         }
 
 
+@lru_cache(maxsize=256)
 def bucket_for(rows: int, requests: int, keys: int, depth: int, states: StateKind | None = None) -> Bucket:
-    """The bucket of a forward: its rows and requests, the most keys that a row sees, the deepest path of a tree."""
+    """The bucket of a forward: its rows and requests, the most keys that a row sees, the deepest path of a tree.
+
+    Always the same object for the same numbers, which knows its places already.
+    """
     widest = WIDTHS[-1]
     wide = next(width for width in WIDTHS if width >= rows) if rows <= widest else -(-rows // widest) * widest
     # Each row may be a request of its own where a graph is captured, so that the number of requests makes no shapes.

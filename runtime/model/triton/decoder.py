@@ -34,7 +34,7 @@ from runtime.model.base import BaseDecoder
 from runtime.model.layers import Parts
 from runtime.model.on_device import ARGMAX, NON_FINITE, RowSampling
 from runtime.model.reference import Turns
-from runtime.model.triton.batch import Inputs, Staging, Words, bucket_for, depth_of, fill
+from runtime.model.triton.batch import Bucket, Inputs, Staging, Words, bucket_for, depth_of, fill
 from runtime.model.triton.cache import WIDEST, GpuCache
 from runtime.model.triton.draft_steps import Chains, fill_round, round_for, steps_of
 from runtime.model.triton.draft_steps import drafted as draft_round
@@ -62,6 +62,7 @@ class TritonDecoder(BaseDecoder):
         # What the last forward returned, and its largest entries, which were looked for on the way.
         self._returned: tuple[Tensor, Tensor] | None = None
         self._graphs, self._staging = Graphs(self.device), Staging(self.device)
+        self._cut: dict[Bucket, Inputs] = {}
 
     def new_cache(
         self, kind: CacheKind = "float32", pages: int | None = None, states: StateKind = "float32"
@@ -261,7 +262,7 @@ class TritonDecoder(BaseDecoder):
         fill(bucket, self._staging.take(bucket.words), tokens, reserved, cache)
         block = self._graphs.block(bucket)
         self._staging.send(block)
-        inputs = Inputs(**bucket.cut(block), halves=bucket.halves)
+        inputs = self._inputs_of(bucket, block)
         if drafted is not None:
             # What is no token is found when the drafts are looked at; until then it must not be looked up.
             values = drafted.clamp(min=0).to(torch.int32)
@@ -292,6 +293,14 @@ class TritonDecoder(BaseDecoder):
         rows = at.to(self.device, non_blocking=True)
         logits, hidden, largest = (part[rows] for part in found[:3])
         return Computed(logits, hidden, largest, taken)
+
+    def _inputs_of(self, bucket: Bucket, block: Tensor) -> Inputs:
+        """The parts of a block; of one that graphs read they are cut once."""
+        if not bucket.captured:
+            return Inputs(**bucket.cut(block), halves=bucket.halves)
+        if bucket not in self._cut:
+            self._cut[bucket] = Inputs(**bucket.cut(block), halves=bucket.halves)
+        return self._cut[bucket]
 
     def _hidden(
         self,

@@ -160,7 +160,7 @@ def stack(layers: Sequence[TritonLinear]) -> tuple[StackedLinear, list[TritonLin
     views = []
     for i, layer in enumerate(layers):
         own: dict[str, Any] = {name: None if part is None else part[i] for name, part in stacks.items()}
-        views.append(replace(layer, weight=replace(layer.weight, pairs=whole.pairs, **own)))
+        views.append(replace(layer, weight=replace(layer.weight, levels=whole.levels, **own)))
     perms, steps = [w.perm for w in weights], [w.input_scale for w in weights]
     by_expert = not (_equal(perms) and _equal(steps))
     if by_expert:

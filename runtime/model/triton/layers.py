@@ -17,8 +17,9 @@ from runtime.kernels.joined import Joined
 from runtime.kernels.reference import layer_norm, rotate
 from runtime.kernels.routing import route
 from runtime.kernels.triton import argmax
-from runtime.kernels.triton.attention_decode import Places, attend, splits_for, workspace
+from runtime.kernels.triton.attention_decode import Places, attend, workspace
 from runtime.kernels.triton.attention_prefill import attend_many
+from runtime.kernels.triton.attention_splits import splits_for
 from runtime.kernels.triton.basis import turn_back
 from runtime.kernels.triton.elementwise import embed, gated, rms_norm
 from runtime.kernels.triton.expert_rows import Picks

@@ -134,9 +134,11 @@ def main(capability: int, everything: bool) -> None:
     tile_sizes.rows_at_once = lambda device: 1
     plans = next(plans for least, plans in tile_sizes.PLANS.items() if capability >= 10 * least[0] + least[1])
     for number, layer in enumerate(layers(FEW + MORE if everything else FEW, plans)):
-        for rows in (1, 40) if everything else (1,):
+        for rows in (1, 40, 80) if everything else (1, 80) if number < 2 else (1,):
             x = torch.zeros(rows, layer.weight.shape[1])
             layer(x)
+            if rows > tile_sizes.MANY:
+                continue
             picks = Picks(torch.zeros((rows, 2), dtype=torch.int64))
             experts = StackedLinear(layer, by_expert=rows == 1 and layer.weight.perm is not None)
             experts(x, picks)

@@ -12,13 +12,15 @@ pytest.importorskip("triton")
 
 from runtime.cache.quantizer import CacheFormat
 from runtime.contract import CacheKind
-from runtime.kernels.triton.attention_decode import SPLIT, Heads, Places, attend, splits_for
+from runtime.kernels.triton.attention_decode import Heads, Places, attend
 from runtime.kernels.triton.attention_prefill import attend_many
+from runtime.kernels.triton.attention_splits import FAR, NEAR, NEAR_SPLITS, splits_for
 from runtime.kv_store import KEY_BLOCK, Store, allocate
 from tests.slices import often
 
 KINDS: tuple[CacheKind, ...] = ("float32", "float16", "int8", "int4", "int3")
 LAYERS = 2
+SPLIT = NEAR.value
 
 
 def generator(seed: int) -> torch.Generator:
@@ -153,7 +155,7 @@ def test_against_float64(device: torch.device, kind: CacheKind, heads: int, kv: 
     request, position = torch.tensor([0, 1, 1, 1]), torch.tensor([0, 63, 140, 149])
     q = queries(4, case)
     want = chain(case, q, request, position)
-    got = run(case, q, request, position, splits=2, sharing=4)
+    got = run(case, q, request, position, splits=3, sharing=4)
     assert float((got - want).abs().max()) < bound(case, q)
     assert torch.equal(run(case, q, request, position), got)
 
@@ -166,7 +168,7 @@ def test_large_scores_and_values(device: torch.device, kind: CacheKind) -> None:
     loud = replace(case, values=[100 * v for v in case.values])
     q = queries(2, case) * torch.logspace(0, 2, case.heads.dim)
     request, position = torch.zeros(2, dtype=torch.int64), torch.tensor([139, 100])
-    got = run(loud, q, request, position, splits=2)
+    got = run(loud, q, request, position, splits=3)
     assert float((got - chain(loud, q, request, position)).abs().max()) < bound(loud, q)
 
 
@@ -198,14 +200,14 @@ def test_neighbours_and_pages_change_no_bit(device: torch.device, kind: CacheKin
     request = torch.tensor([0, 0, 1, 2, 2, 2])
     position = torch.tensor([60, 69, 4, 127, -1, 129])
     q = queries(6, case)
-    alone = torch.cat([run(case, q[i : i + 1], request[i : i + 1], position[i : i + 1], 2) for i in range(6)])
+    alone = torch.cat([run(case, q[i : i + 1], request[i : i + 1], position[i : i + 1], 3) for i in range(6)])
     assert not alone[4].any() and bool(alone.isfinite().all())
     for sharing in (1, 8):
-        assert torch.equal(run(other, q, request, position, 3, sharing), alone)
+        assert torch.equal(run(other, q, request, position, 4, sharing), alone)
     assert torch.equal(run(other, q, request, position), alone)
     ill = q.clone()
     ill[2] = torch.nan
-    got = run(case, ill, request, position, 2, sharing=8)
+    got = run(case, ill, request, position, 3, sharing=8)
     assert bool(got[2].isnan().all()) and torch.equal(got[[0, 1, 3, 4, 5]], alone[[0, 1, 3, 4, 5]])
 
 
@@ -224,7 +226,7 @@ def test_a_trees_rows_are_those_of_their_chains(device: torch.device, kind: Cach
     request, start, q = torch.zeros(10, dtype=torch.int64), torch.full((10,), length), queries(10, case)
     slots = [torch.cat((torch.arange(length), torch.tensor(path) + length)) for path in paths]
     want = expected(case, q, request, slots)
-    trees = {sharing: run(case, q, request, position, 1, sharing, start, tail) for sharing in (1, 8)}
+    trees = {sharing: run(case, q, request, position, 2, sharing, start, tail) for sharing in (1, 8)}
     assert float((trees[1] - want).abs().max()) < bound(case, q)
     assert torch.equal(trees[8], trees[1])
     # The same keys and values as a chain, for the longest path, moved together.
@@ -239,7 +241,26 @@ def test_a_trees_rows_are_those_of_their_chains(device: torch.device, kind: Cach
     parts = (moved.keys, moved.values, moved.key_scale, moved.value_scale)
     straight = replace(case, store=Store(*(part.to(device) for part in parts)))
     row = slice(9, 10)
-    assert torch.equal(run(straight, q[row], request[row], position[row], 1), trees[1][row])
+    assert torch.equal(run(straight, q[row], request[row], position[row], 2), trees[1][row])
+
+
+def test_far_splits(device: torch.device) -> None:
+    """Rows around the border of the short splits, and of the first long ones."""
+    border = SPLIT * NEAR_SPLITS.value
+    assert [
+        splits_for(n) for n in (1, SPLIT, SPLIT + 1, border, border + 1, border + FAR.value, border + 1 + FAR.value)
+    ] == [*(1, 1, 2, 16, 17, 17, 18)]
+    case = make(device, "int8", (border + FAR.value + 9,), 2, 1, 16)
+    position = torch.tensor([border - 1, border, border + FAR.value - 1, border + FAR.value + 8])
+    request, q = torch.zeros(4, dtype=torch.int64), queries(4, case)
+    got = run(case, q, request, position, 18, sharing=4)
+    assert float((got - chain(case, q, request, position)).abs().max()) < bound(case, q)
+    assert torch.equal(run(case, q, request, position), got)
+    for row, splits in ((0, 16), (1, 17), (3, 20)):
+        one = slice(row, row + 1)
+        assert torch.equal(run(case, q[one], request[one], position[one], splits), got[one])
+    short = run(case, q, request, position, 17)
+    assert torch.equal(short[:3], got[:3]) and bool(short[3].isnan().all())
 
 
 @pytest.mark.parametrize(("kind", "window"), [("float16", 33), ("int8", 130)])
@@ -248,10 +269,10 @@ def test_windows(device: torch.device, kind: CacheKind, window: int) -> None:
     case = make(device, kind, (200,), window=window)
     position = torch.tensor([0, 31, 63, 64, 128, 199])
     request, q = torch.zeros(6, dtype=torch.int64), queries(6, case)
-    got = run(case, q, request, position, 2, sharing=8)
+    got = run(case, q, request, position, 4, sharing=8)
     assert float((got - chain(case, q, request, position)).abs().max()) < bound(case, q)
     assert torch.equal(run(case, q, request, position), got)
-    alone = [run(case, q[i : i + 1], request[:1], position[i : i + 1], 2) for i in (1, 3, 5)]
+    alone = [run(case, q[i : i + 1], request[:1], position[i : i + 1], 4) for i in (1, 3, 5)]
     assert torch.equal(torch.cat(alone), got[1::2])
 
 

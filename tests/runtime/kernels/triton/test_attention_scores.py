@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 from runtime.contract import CacheKind
-from runtime.kernels.triton.attention_decode import SPLIT, tiles_of, workspace
-from tests.runtime.kernels.triton.test_attention import KINDS, bound, chain, expected, make, queries, run
+from runtime.kernels.triton.attention_decode import tiles_of, workspace
+from tests.runtime.kernels.triton.test_attention import KINDS, SPLIT, bound, chain, expected, make, queries, run
 from tests.slices import often
 
 POSITIONS = (0, 63, SPLIT + 12, SPLIT + 21)
@@ -80,7 +80,7 @@ def test_a_trees_rows_have_sinks_and_caps(device: torch.device) -> None:
     want = expected(
         made, q, request, [torch.cat((torch.arange(length), torch.tensor(path) + length)) for path in paths]
     )
-    for splits, sharing in ((1, 8), (2, 1)):
+    for splits, sharing in ((2, 8), (3, 1)):
         got = run(made, q, request, position, splits, sharing, start, tail)
         assert float((got - want).abs().max()) < bound(made, q)
         # The first path is a chain.

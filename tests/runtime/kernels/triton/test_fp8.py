@@ -33,7 +33,7 @@ def layer(weight: PackedWeight, device: torch.device, splits: int = 1) -> Triton
     return triton_linear(gpu_weight(weight, None, device), splits=splits)
 
 
-@pytest.mark.parametrize(("n", "k", "splits"), [(37, 200, 1), (70, 131, 1), (20, 400, 3), (1, 5, 1)])
+@pytest.mark.parametrize(("n", "k", "splits"), [(37, 200, 1), (70, 131, 1), (20, 400, 4), (1, 5, 1)])
 def test_is_a_float32_product_of_the_same_bits_at_every_width(
     n: int, k: int, splits: int, device: torch.device
 ) -> None:
@@ -58,17 +58,6 @@ def test_every_code_is_its_value(device: torch.device) -> None:
     scale = 2.0 ** torch.randint(-9, 9, (len(codes), 1), generator=torch.Generator().manual_seed(5)).float()
     mine = layer(PackedWeight(fp8.scheme(), codes, scale), device)
     assert torch.equal(mine(torch.ones(1, 1, device=device)).cpu(), (codes.float() * scale).t())
-
-
-def test_splits_have_the_same_bits_as_programs_of_their_own(device: torch.device) -> None:
-    mine, x = layer(packed(20, 400), device, splits=3), random(3, 400, seed=4).to(device)
-    residual = random(3, 20, seed=6).to(device)
-    apart, together = (
-        replace(mine, plan=replace(mine.plan, programs=programs)).product(x, residual=residual)
-        for programs in (1000, 1)
-    )
-    assert torch.equal(apart, together)
-    assert torch.equal(together, mine(x) + residual)
 
 
 def test_joined_layers_have_the_bits_of_each(device: torch.device) -> None:

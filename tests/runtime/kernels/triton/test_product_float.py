@@ -1,7 +1,5 @@
 """Float layers in Triton: float32's accuracy from 16-bit weights, the same bits at every width."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -36,7 +34,7 @@ def bound(layer: TritonLinear, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("n", "k", "splits"), [(37, 200, 1), (70, 131, 1), (20, 400, 3), (1, 5, 1)])
+@pytest.mark.parametrize(("n", "k", "splits"), [(37, 200, 1), (70, 131, 1), (20, 400, 4), (20, 300, 2), (1, 5, 1)])
 def test_is_a_float32_product_of_the_same_bits_at_every_width(
     dtype: torch.dtype, n: int, k: int, splits: int, device: torch.device
 ) -> None:
@@ -49,14 +47,6 @@ def test_is_a_float32_product_of_the_same_bits_at_every_width(
     assert ((whole.double() - exact).norm() / exact.norm()) < 1e-6
     for width in WIDTHS:
         assert torch.equal(mine(x[:width].to(device)).cpu(), whole[:width]), f"width {width}"
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_splits_have_the_same_bits_as_programs_of_their_own(dtype: torch.dtype, device: torch.device) -> None:
-    mine = layer(dtype, 20, 400, device, splits=3)
-    x = random(3, 400, seed=4).to(device)
-    apart, together = (replace(mine, plan=replace(mine.plan, programs=programs))(x) for programs in (1000, 1))
-    assert torch.equal(apart, together)
 
 
 def test_rows_of_any_stride_and_a_residual(device: torch.device) -> None:

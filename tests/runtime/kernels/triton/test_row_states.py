@@ -175,15 +175,19 @@ def test_state_spaces(device: torch.device, sizes: tuple[int, int, int, int], li
 @pytest.mark.parametrize(("groups", "width"), [(1, 7), (3, 20), (2, 600)])
 @pytest.mark.parametrize("first", [True, False])
 def test_gated_norms_have_the_references_bits(device: torch.device, groups: int, width: int, first: bool) -> None:
-    x, whole = normal(3, groups * width, seed=1).to(device), normal(3, groups * width + 5, seed=2).to(device)
-    gates, weight = whole[:, 2:-3], normal(groups, width, seed=3).to(device)
-    want = mamba.gated(x, gates, weight, 1e-5, first)
-    assert torch.equal(gated_norm(x, gates, weight, 1e-5, first), want)
-    one = weight[:1]
-    assert torch.equal(
-        gated_norm(x, gates, one, 1e-5, first), mamba.gated(x, gates, one.expand_as(weight), 1e-5, first)
+    x, whole, weight = (
+        normal(3, groups * width, seed=1),
+        normal(3, groups * width + 5, seed=2),
+        normal(groups, width, seed=3),
     )
-    assert torch.equal(gated_norm(x[1:2], gates[1:2], weight, 1e-5, first), want[1:2])
+    gates = whole[:, 2:-3]
+    # The reference's bits are those of a CPU.
+    want, one = mamba.gated(x, gates, weight, 1e-5, first), weight[:1]
+    alike = mamba.gated(x, gates, one.expand_as(weight), 1e-5, first)
+    x, gates, weight, one = x.to(device), whole.to(device)[:, 2:-3], weight.to(device), one.to(device)
+    assert torch.equal(gated_norm(x, gates, weight, 1e-5, first).cpu(), want)
+    assert torch.equal(gated_norm(x, gates, one, 1e-5, first).cpu(), alike)
+    assert torch.equal(gated_norm(x[1:2], gates[1:2], weight, 1e-5, first).cpu(), want[1:2])
 
 
 def test_sigmoids_of_gates_have_the_references_bits(device: torch.device) -> None:
