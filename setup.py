@@ -40,6 +40,7 @@ KERNELS = [
 # … and once.
 COMMON = [
     "api",
+    "processor",
     "sound",
     "decoder",
     "products",

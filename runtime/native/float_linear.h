@@ -13,7 +13,7 @@ inline void float_sums(const uint8_t* codes, const float* x, int64_t inputs, int
 #pragma GCC unroll 2
         for (int h = 0; h < HALVES; h++) acc[m][h] = more ? load(tile + m * BLOCK + h * LANES) : zero();
     for (int64_t k = 0; k < inputs; k += Scheme::STEP, codes += 128) {
-        if constexpr (fetches_ahead<Scheme, M>) {
+        if (fetches_ahead<Scheme, M>()) {
             prefetch(codes + AHEAD);
             if constexpr (HALVES == 2) prefetch(codes + AHEAD + 64);
         }

@@ -12,6 +12,7 @@
 #include <cstddef>
 
 #include "kernels.h"
+#include "processor.h"
 #include "vec.h"
 
 namespace SPECPRESS_PATH {
@@ -29,10 +30,17 @@ constexpr int64_t AHEAD = 8192;
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // Whether products of M rows fetch codes ahead. The processor does so by itself as long as it reads far enough ahead: where
-// a few rows leave it little else to do, asking for each line once more takes 8 to 20 % longer (Zen 4; int8 at four rows,
-// int4 at one), and with more rows not asking takes up to half as long again.
+// a few rows leave it little else to do, asking for each line once more takes 8 to 20 % longer on Zen 4 (int8 at four rows,
+// int4 at one), and with more rows not asking takes up to half as long again. On Zen 5 not asking takes longer from a row or
+// three on, and where tiles of two rows take turns it does at any (int4 by AVX-VNNI: 1.2 to 1.4 times).
 template <class Scheme, int M>
-constexpr bool fetches_ahead = M >= (NARROW ? (3 * Scheme::FETCH_ROWS + 7) / 8 : Scheme::FETCH_ROWS);
+inline bool fetches_ahead() {
+    constexpr int ROWS = Scheme::FETCH_ROWS;
+    if constexpr (MAX_ROWS == 2 || M >= (NARROW ? (3 * ROWS + 7) / 8 : ROWS))
+        return true;
+    else
+        return M >= 3 * ROWS / 8 && specpress::READS_LITTLE_AHEAD;
+}
 
 inline int64_t scale_bytes(const Weights& w) { return w.scale_type == specpress::SCALE_F32 ? 4 : 2; }
 
@@ -102,7 +110,7 @@ inline void small_product(const Weights& w, const Inputs& in, int64_t row, int64
     const uint8_t* scales = static_cast<const uint8_t*>(w.scale);
     for (int64_t g = 0; g < groups; g++) {
         const int64_t at = (block * groups + g) * BLOCK;
-        if constexpr (fetches_ahead<Scheme, M>) {
+        if (fetches_ahead<Scheme, M>()) {
             prefetch(scales + (at + ahead) * apart);
             prefetch(scales + (at + ahead) * apart + 64);
         }
@@ -120,7 +128,7 @@ inline void small_product(const Weights& w, const Inputs& in, int64_t row, int64
             codes += size / STEP * Scheme::BYTES;
         } else {
             for (int64_t k = 0; k < size; k += STEP, codes += Scheme::BYTES) {
-                if constexpr (fetches_ahead<Scheme, M>) {
+                if (fetches_ahead<Scheme, M>()) {
                     scheme.fetch(codes + AHEAD);
                     scheme.fetch(codes + AHEAD + Scheme::BYTES / 2);
                 }
@@ -379,7 +387,7 @@ struct IntegerScheme {
 #pragma GCC unroll 4
         for (int m = 0; m < M; m++) sums[m] = short_inputs<Scheme> > 0 ? seti(0) : acc[m][h];
         for (int64_t k = 0; k < inputs; k += INPUTS, codes += Scheme::BYTES) {
-            if constexpr (fetches_ahead<Scheme, M>) self.fetch(codes + AHEAD);
+            if (fetches_ahead<Scheme, M>()) self.fetch(codes + AHEAD);
             parts_of_half<M, 0>(self.read(codes), x + k, stride, sums);
         }
 #pragma GCC unroll 4
@@ -398,7 +406,7 @@ struct IntegerScheme {
 #pragma GCC unroll 4
         for (int m = 0; m < M; m++) sums[m] = acc[m][h];
         for (int64_t k = 0; k < inputs; k += INPUTS, codes += Scheme::BYTES) {
-            if constexpr (fetches_ahead<Scheme, M>) self.fetch(codes + AHEAD);
+            if (fetches_ahead<Scheme, M>()) self.fetch(codes + AHEAD);
             word_parts<M, 0>(self, self.read(codes), x + k, stride, sums);
         }
 #pragma GCC unroll 4

@@ -167,6 +167,8 @@ inline I16 dot_levels(I16 acc, B64 w, X4 x) {
 template <int BITS>
 struct Trellis : IntegerScheme<Trellis<BITS>, 16> {
     static constexpr int64_t BYTES = 64 * BITS;
+    // Decoding leaves the processor too few loads in sight to read ahead by.
+    static constexpr int FETCH_ROWS = 1;
     static constexpr bool WHOLE = !NARROW;
     Decoder<BITS> decoder;
     explicit Trellis(const Weights& w) : IntegerScheme<Trellis<BITS>, 16>(w), decoder(w.levels) {}
@@ -184,7 +186,7 @@ struct Trellis : IntegerScheme<Trellis<BITS>, 16> {
     inline void whole(const uint8_t* codes, const int8_t* x, int64_t size, int64_t stride, I16 (&acc)[SETS * M][2]) const {
         B64 a = part<0>({codes}), b = part<0>({codes + BYTES / 2});
         for (int64_t k = 0; k < size; k += 16) {
-            if constexpr (fetches_ahead<Trellis, M>)
+            if (fetches_ahead<Trellis, M>())
                 for (int64_t line = 0; line < BYTES; line += 64) prefetch(codes + AHEAD + line);
             // What follows the last step is its own first part, for nothing.
             const uint8_t* next = k + 16 < size ? codes + BYTES : codes;
