@@ -97,7 +97,8 @@ def decode(decoder: "Decoder", cache: "Cache", way: Way, number: int, prompt: "S
     engine.add(request, counts)
     while engine.busy:
         engine.step()
-    way.rounds[-1] += request.found.rounds
+    # The first one read the prompt.
+    way.rounds[-1] += request.found.rounds[1:]
     return counts
 
 
