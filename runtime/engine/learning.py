@@ -24,7 +24,7 @@ def learn(
         assert first.controller is not None
         first.controller.rested(times[-1] - times[0])
         return
-    if len(batch) == 1 and batch[0].state.asked is first:
+    if len(batch) == 1:
         _learn_of_one(batch[0], drafts[0], outcomes[0], times)
         return
     if any(part.state.asked.choice is not None for part in batch):
@@ -45,17 +45,25 @@ def learn(
 
 
 def _learn_of_one(part: ScheduledRequest, draft: Draft, outcome: Outcome | None, times: Sequence[float]) -> None:
-    """`learn` where one request goes on alone, with the drafter that it asked: small models feel what this takes."""
+    """`learn` where one request goes on alone: small models feel what this takes."""
     state, budget = part.state, part.budget
-    proposer, (started, drafted, _, ended) = state.proposer, times
-    if proposer.controller is None or state.forced:
+    if state.forced:
+        return
+    proposer, choice, (started, drafted, _, ended) = state.proposer, state.asked.choice, times
+    rows, drafting, rest = 1 + len(draft.tokens), drafted - started, ended - drafted
+    if choice is not None and outcome is not None:
+        choice.observe(state.number, 1 + outcome.length, rows, drafting if budget > 0 else 0.0, rest, 1)
+    controller = proposer.controller
+    if controller is None:
+        return
+    if proposer.resting:
+        controller.rested(ended - started)
         return
     told: tuple[Drafted, ...] = ()
     if budget > 0 and outcome is not None:
         told = (Drafted(len(draft.tokens), outcome.length, draft.is_chain, outcome.path, draft.number),)
     unread = part.end - state.read if budget > 0 and not state.drafted else 0
-    rows, asked = 1 + len(draft.tokens), proposer.asked
-    proposer.controller.observe(Round(1, budget, told, rows, drafted - started, ended - drafted, unread, asked))
+    controller.observe(Round(1, budget, told, rows, drafting, rest, unread, proposer.asked))
 
 
 def _weigh(

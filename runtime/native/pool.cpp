@@ -1,7 +1,5 @@
 #include "pool.h"
 
-#include <algorithm>
-
 #include <chrono>
 
 #if defined(__unix__) || defined(__APPLE__)
@@ -67,19 +65,17 @@ bool Pool::forked() const { return forks.load(std::memory_order_relaxed) != born
 void Pool::take(int thread) {
     for (int turn = 0; turn < threads_; turn++) {
         Share& share = shares_[static_cast<size_t>((thread + turn) % threads_)];
-        int64_t begin = share.next.load(std::memory_order_relaxed);
-        while (begin < share.end) {
-            const int64_t left = share.end - begin, some = std::min(left, std::clamp(left / 2, least_, piece_));
-            if (!share.next.compare_exchange_weak(begin, begin + some, std::memory_order_relaxed)) continue;
-            call_(context_, thread, begin, begin + some);
-            begin = share.next.load(std::memory_order_relaxed);
+        for (;;) {
+            const int64_t begin = share.next.fetch_add(piece_, std::memory_order_relaxed);
+            if (begin >= share.end) break;
+            call_(context_, thread, begin, begin + piece_ < share.end ? begin + piece_ : share.end);
         }
     }
 }
 
-void Pool::share(int64_t count, int64_t piece, int64_t least, Call call, void* context) {
+void Pool::share(int64_t count, int64_t piece, Call call, void* context) {
     std::lock_guard<std::mutex> one(callers_);
-    call_ = call, context_ = context, piece_ = piece, least_ = least;
+    call_ = call, context_ = context, piece_ = piece;
     for (int i = 0; i < threads_; i++) {
         shares_[static_cast<size_t>(i)].next.store(count * i / threads_, std::memory_order_relaxed);
         shares_[static_cast<size_t>(i)].end = count * (i + 1) / threads_;

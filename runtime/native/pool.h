@@ -21,11 +21,9 @@ class Pool {
     int threads() const { return threads_; }
 
     // f(thread, begin, end) over 0..count in pieces of `piece`. Each thread walks its own share from front to back, so that
-    // what it reads is one stream, and then helps with what others have left. `least`, where it is given: pieces become
-    // smaller towards the end of a share, down to so many, so that nobody waits long for the last one. What f computes must
-    // not depend on the cut. One caller at a time; in a forked child the caller works alone.
+    // what it reads is one stream, and then helps with what others have left. What f computes must not depend on the cut. One caller at a time; in a forked child the caller works alone.
     template <class F>
-    void run(int64_t count, int64_t piece, F&& f, int64_t least = 0) {
+    void run(int64_t count, int64_t piece, F&& f) {
         if (count <= 0) return;
         if (piece < 1) piece = 1;
         if (threads_ == 1 || count <= piece || forked()) {
@@ -33,12 +31,12 @@ class Pool {
             return;
         }
         auto call = [](void* context, int thread, int64_t begin, int64_t end) { (*static_cast<F*>(context))(thread, begin, end); };
-        share(count, piece, least > 0 ? least : piece, call, &f);
+        share(count, piece, call, &f);
     }
 
    private:
     using Call = void (*)(void*, int, int64_t, int64_t);
-    void share(int64_t count, int64_t piece, int64_t least, Call call, void* context);
+    void share(int64_t count, int64_t piece, Call call, void* context);
     void work(int thread);
     void take(int thread);
     bool forked() const;
@@ -49,7 +47,7 @@ class Pool {
     std::mutex callers_;
     Call call_ = nullptr;
     void* context_ = nullptr;
-    int64_t piece_ = 1, least_ = 1;
+    int64_t piece_ = 1;
     std::atomic<bool> stop_{false};  // also read by a worker that comes late to a call that is over
     // Per thread: where its share goes on, and where it ends.
     struct alignas(64) Share {

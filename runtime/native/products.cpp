@@ -68,7 +68,7 @@ void Decoder::multiply(const Group* groups, int64_t count, bool add) {
                 base += blocks, column += w.outputs;
             }
         }
-    }, most > path_.tile_rows() ? 0 : 1);
+    });
 }
 
 void Decoder::project(const Projection& p, const float* x, int64_t rows, float* y) {

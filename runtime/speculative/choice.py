@@ -140,7 +140,10 @@ class Choice:
         # The first round after another drafter's is not what it takes: it has read what it missed.
         if not known.unread:
             self._costs[name].add(rows, drafting, rest)
-        self._target.setdefault(batch, Curve()).add(rows, rest)
+        target = self._target.get(batch)
+        if target is None:
+            target = self._target[batch] = Curve()
+        target.add(rows, rest)
         known.unread = False
 
     def close(self, text: int) -> None:

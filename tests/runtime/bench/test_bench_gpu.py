@@ -58,6 +58,18 @@ def test_decode_compares_schemes_and_widths(tmp_path: Path, device: str) -> None
     assert found["left_out"] == [] and found["protocol"]["context"] == 5
 
 
+def test_decode_reads_a_cache_of_the_kind_asked_for(tmp_path: Path, device: str) -> None:
+    words = ("--shape", "pair", "--scheme", "int8", "--widths", "1", "--context", 5, "--kernels", "plain-torch")
+    read = {}
+    for kind in ("float32", "int8"):
+        output, found = run(tmp_path, device, "decode", *words, "--cache", kind)
+        [row] = [row for row in found["rows"] if row["what"] == "decode"]
+        assert row["cache"] == kind and f"({kind} cache)" in output
+        read[kind] = row["kv_bytes_read"]
+    # A key and a value of 64 each, in int8 with a scale.
+    assert read == {"float32": 5 * 2 * 64 * 4, "int8": 5 * 2 * (64 + 4)}
+
+
 @pytest.mark.slow
 def test_kernels_say_which_library_is_left_out(tmp_path: Path, device: str) -> None:
     """Every layer and library is either timed or left out with a reason."""
@@ -202,6 +214,7 @@ def test_without_a_gpu_there_is_one_sentence() -> None:
         (["kernels", "--scheme", "int9"], "--scheme: 'int9' is unknown; use one of"),
         (["kernels", "--choices", "c.json"], "--choices compares libraries with Triton's kernels on a GPU"),
         (["attention", "--kind", "fp8"], "--kind: expected float32"),
+        (["decode", "--cache", "fp8"], "--cache: expected float32"),
         (["decode", "--rounds", "0"], "--rounds must be at least 1"),
     ],
 )
