@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from compress.export import silent
 from compress.export.gguf.file import write
 from compress.model.source import default_pair
 from runtime import load
+from runtime.checkpoints.gguf.names import ARCHITECTURES, FORMS
 from runtime.contract import Rows
 from runtime.model.load import Model
 from tests.compress.export import gguf_families
@@ -122,6 +124,15 @@ def test_every_family_is_computed_as_here_in_another_form(kind: str, changes: di
     model = gguf_families.write(kind, tmp_path / kind, **changes)
     file = _export(model, tmp_path / "out", floats="f32")
     assert _families(kind, file, model, tmp_path / "theirs") < 1e-3
+
+
+@pytest.mark.parametrize("kind", gguf_families.SQUARE)
+def test_heads_that_are_refused_do_not_load(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    name = ARCHITECTURES[kind]
+    monkeypatch.setitem(FORMS, name, replace(FORMS[name], square=False))
+    file = _export(gguf_families.write(kind, tmp_path / kind, head_dim=48), tmp_path / "out", floats="f32")
+    with pytest.raises(subprocess.CalledProcessError):
+        _theirs(file, [[5, 6, 7]], [], families.VOCABULARY, tmp_path / "theirs")
 
 
 def test_experts_in_mxfp4_are_computed_as_here(tmp_path: Path) -> None:

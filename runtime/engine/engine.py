@@ -81,6 +81,7 @@ class Engine:
         self._apart: list[RequestState] = []  # of a forward that failed: each is run alone, to find whose fault it was
         self._failed: list[Request] = []
         self._count = 0
+        self._learning = 0.0  # seconds that learning from the last round took
 
     @property
     def busy(self) -> bool:
@@ -152,9 +153,12 @@ class Engine:
         if found.out.taken is not None:
             self._drafters.read(batch, drafts, outcomes, found.out.taken)
         self._drafters.observe(batch, outcomes)
-        times = (started, drafted, verified, self.clock.now())
+        ended = self.clock.now()
+        times = (started, drafted, verified, ended)
         if self._drafters.learning and all(part.decoding for part in batch):
-            learn(batch, drafts, outcomes, times, seconds)
+            # Learning takes time as well, most of it where something was drafted. The next round is told of it.
+            learn(batch, drafts, outcomes, (started, drafted, verified, ended + self._learning), seconds)
+            self._learning = self.clock.now() - ended
         changed, shares = [], shares_of(batch, drafts, times)
         for part, draft, outcome in zip(batch, drafts, outcomes, strict=True):
             account(part, draft, outcome, shares)

@@ -58,6 +58,8 @@ def check(shown: str, a: Architecture, config: Any, found: Keys, tensors: dict[s
         differing.append(("rotated layers", _rotated(a), _rotated(again)))
     if {a.activation, again.activation} not in ({a.activation}, {"gelu", "gelu_tanh"}):
         differing.append(("activation", a.activation, again.activation))
+    if FORMS[kind].square and a.heads * a.head_dim != a.hidden:
+        differing.append(("heads that are together as wide as the hidden size", a.heads * a.head_dim, a.hidden))
     if FORMS[kind].head == "never" and not a.tied:
         differing.append(("tied embedding and head", False, True))
     if a.mamba is not None and a.model_type == "nemotron_h" and a.mamba.limits[0] > _USUAL_STEP:

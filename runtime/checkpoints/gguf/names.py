@@ -24,6 +24,7 @@ class Form:
     fused       gates and factors that a checkpoint has in one layer are one tensor.
     folded      multipliers of what layers make and read are in their weights.
     head        whether it has a head's own tensor always, never, or where the embedding is not the head.
+    square      all heads of queries together are as wide as the residual stream.
     """
 
     kinds: tuple[str, ...]
@@ -37,6 +38,7 @@ class Form:
     folded: bool = False
     rope_factors: bool = False
     head: Literal["always", "never", "untied"] = "untied"
+    square: bool = False
 
 
 _POST = {"ffn_norm": "post_attention_norm"}
@@ -44,15 +46,15 @@ FORMS: dict[str, Form] = {
     "llama": Form(
         ("llama", "mistral", "ministral", "mixtral", "cwm", "iquestcoder"), True, biases=_MLP, rope_factors=True
     ),
-    "qwen2": Form(("qwen2",)),
+    "qwen2": Form(("qwen2",), square=True),
     "qwen3": Form(("qwen3",)),
     "qwen3moe": Form(("qwen3_moe",)),
-    "phi3": Form(("phi3",), fused=True),
+    "phi3": Form(("phi3",), fused=True, square=True),
     "gemma": Form(("gemma",), head="never"),
     "gemma2": Form(("gemma2",), head="never"),
     "gemma3": Form(("gemma3_text",)),
     "gemma4": Form(("gemma4_text",), rope_factors=True),
-    "qwen2moe": Form(("qwen2_moe",), head="always"),
+    "qwen2moe": Form(("qwen2_moe",), head="always", square=True),
     "gpt-oss": Form(("gpt_oss",), renamed=_POST, biases=_GPT_OSS, needed=_GPT_OSS, head="always"),
     "granite": Form(("granite",), True, biases=_MLP, rope_factors=True),
     "granitemoe": Form(("granitemoe", "granitemoeshared"), True, biases=frozenset({"attn_output"}), rope_factors=True),
@@ -71,21 +73,21 @@ FORMS: dict[str, Form] = {
     "nemotron_h": Form(("nemotron_h",), biases=_STATE | _MLP, needed=_STATE),
     "nemotron_h_moe": Form((), biases=_STATE | {"attn_output"}, needed=_STATE),
     "apertus": Form(("apertus",), biases=frozenset({"attn_output"}), rope_factors=True, head="always"),
-    "olmo2": Form(("olmo2", "olmo3"), head="always"),
+    "olmo2": Form(("olmo2", "olmo3"), head="always", square=True),
     "smollm3": Form(("smollm3",), True),
-    "chatglm": Form(("glm",), True, fused=True),
+    "chatglm": Form(("glm",), True, fused=True, square=True),
     "glm4": Form(("glm4",), True, fused=True),
     "mistral3": Form(("ministral3",), True, biases=_MLP, rope_factors=True),
     "deepseek2": Form(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), True),
-    "lfm2": Form(("lfm2",), renamed={"output_norm": "token_embd_norm"}),
-    "lfm2moe": Form(("lfm2_moe",), renamed={"output_norm": "token_embd_norm"}),
+    "lfm2": Form(("lfm2",), renamed={"output_norm": "token_embd_norm"}, square=True),
+    "lfm2moe": Form(("lfm2_moe",), renamed={"output_norm": "token_embd_norm"}, square=True),
     "qwen3next": Form(("qwen3_next",), renamed=_POST),
     "qwen35": Form(("qwen3_5_text",), renamed=_POST, tiled=True),
     "qwen35moe": Form(("qwen3_5_moe_text",), renamed=_POST, tiled=True),
     "glm4moe": Form(("glm4_moe", "solar_open"), renamed=_POST),
     "dots1": Form(("dots1",), head="always"),
     "minimax-m2": Form(("minimax_m2",), head="always"),
-    "exaone4": Form(("exaone4",), rope_factors=True),
+    "exaone4": Form(("exaone4",), rope_factors=True, square=True),
     "exaone-moe": Form(("exaone_moe",), rope_factors=True, head="always"),
     "llama4": Form(("llama4_text",), True, rope_factors=True),
     "seed_oss": Form(("seed_oss",), renamed=_POST),
@@ -94,17 +96,19 @@ FORMS: dict[str, Form] = {
     "hunyuan-dense": Form(("hunyuan_v1_dense",)),
     "hunyuan-moe": Form(("hunyuan_v1_moe",)),
     "arcee": Form(("arcee",), True, rope_factors=True),
-    "command-r": Form(("cohere",), True, head="never"),
-    "cohere2": Form(("cohere2",), True, head="never"),
-    "starcoder": Form(("gpt_bigcode",), biases=_ALL, needed=_ALL),
-    "starcoder2": Form(("starcoder2",), biases=_ALL, needed=_ALL - {"attn_qkv"}),
-    "stablelm": Form(("stablelm",), head="always"),
-    "phi2": Form(("phi",), biases=_ALL | {"output"}, needed=_ALL - {"attn_qkv"} | {"output"}, head="always"),
-    "gpt2": Form(("gpt2",), biases=_ALL, needed=_ALL),
-    "gptneox": Form(("gpt_neox",), biases=_ALL, needed=_ALL, head="always"),
-    "falcon": Form(("falcon",)),
-    "nemotron": Form(("nemotron",), biases=_MLP, head="always"),
-    "olmoe": Form(("olmoe",), head="always"),
+    "command-r": Form(("cohere",), True, head="never", square=True),
+    "cohere2": Form(("cohere2",), True, head="never", square=True),
+    "starcoder": Form(("gpt_bigcode",), biases=_ALL, needed=_ALL, square=True),
+    "starcoder2": Form(("starcoder2",), biases=_ALL, needed=_ALL - {"attn_qkv"}, square=True),
+    "stablelm": Form(("stablelm",), head="always", square=True),
+    "phi2": Form(
+        ("phi",), biases=_ALL | {"output"}, needed=_ALL - {"attn_qkv"} | {"output"}, head="always", square=True
+    ),
+    "gpt2": Form(("gpt2",), biases=_ALL, needed=_ALL, square=True),
+    "gptneox": Form(("gpt_neox",), biases=_ALL, needed=_ALL, head="always", square=True),
+    "falcon": Form(("falcon",), square=True),
+    "nemotron": Form(("nemotron",), biases=_MLP, head="always", square=True),
+    "olmoe": Form(("olmoe",), head="always", square=True),
 }
 """By general.architecture."""
 

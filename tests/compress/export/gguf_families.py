@@ -116,6 +116,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+# llama.cpp takes their heads to be together as wide as the hidden size, and transformers has a size of heads for them.
+SQUARE = (
+    *("olmo2", "olmo3", "glm", "exaone4", "starcoder2", "stablelm", "phi", "cohere", "cohere2", "nemotron", "olmoe"),
+    *("qwen2_moe", "lfm2", "lfm2_moe"),
+)
+
 
 def write(kind: str, path: Path, **changes: Any) -> Path:
     """The family's tiny random model, its tokenizer splitting text like GPT-2's."""

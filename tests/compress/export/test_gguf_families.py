@@ -65,6 +65,15 @@ def test_a_file_of_another_form_computes_what_its_model_does(
     assert float((found - wanted).norm() / wanted.norm()) < 1e-5
 
 
+@pytest.mark.parametrize("kind", gguf_families.SQUARE)
+def test_heads_that_llama_cpp_has_no_room_for_are_refused(kind: str, tmp_path: Path) -> None:
+    """It does not load such a file: tests/test_gguf_peer.py asks it."""
+    model = gguf_families.write(kind, tmp_path / kind, head_dim=48)
+    with pytest.raises(UserError, match=r"expected heads that are together as wide as .* as llama\.cpp has it"):
+        exported(model, tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+
+
 @pytest.mark.parametrize("kind", gguf_families.EVEN)
 def test_packed_layers_keep_their_codes(kind: str, tmp_path: Path) -> None:
     model = gguf_families.write(kind, tmp_path / kind, **gguf_families.EVEN[kind])
