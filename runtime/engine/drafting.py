@@ -14,6 +14,7 @@ from runtime.engine.taken import Readers
 from runtime.errors import UserError
 from runtime.model.on_device import DeviceRounds
 from runtime.sampling.constraint import Constraint
+from runtime.speculative.choice import GREEDY, KINDS, SAMPLED
 from runtime.speculative.draft import Draft, Drafter, NoDrafter, Outcome
 from runtime.speculative.draft_length import LONGEST, Controller
 from runtime.speculative.drafters.fallback import ChosenDrafter
@@ -77,7 +78,8 @@ class Drafters:
         """
         for state in decoding:
             if state.asked.choice is not None:
-                state.ask(state.asked.among[state.asked.choice.next(state.number, len(decoding))])
+                kind = GREEDY if state.request.sampling.greedy else SAMPLED
+                state.ask(state.asked.among[kind][state.asked.choice.next(state.number, len(decoding), kind)])
         first, asking = decoding[0].proposer, decoding
         found: dict[int, int] = {}
         for state in decoding:
@@ -148,9 +150,7 @@ class Drafters:
             elif part.budget > 0:
                 asked.setdefault(part.state.proposer, []).append(i)
         for proposer, places in asked.items():
-            if proposer.weighing and proposer.controller is not None and proposer.controller.worth is not None:
-                for weighing in proposer.weighing:
-                    weighing.worth = proposer.controller.worth
+            proposer.prepare()
             began = now()
             found = self._ask(proposer, [batch[i] for i in places], vocab_size)
             seconds[proposer] = now() - began
@@ -250,12 +250,14 @@ def _proposer(name: str, drafter: Drafter, controller: Controller | None, most: 
     made = drafter if controller is None else paced(drafter)
     if not isinstance(made, ChosenDrafter):
         return Proposer(name, made, controller, most)
-    among = {}
-    for one, part in made.choices.items():
-        own = None if controller is None else made.controllers[one]
-        if own is not None and controller is not None:
-            own.limit = controller.limit
-        among[one] = _proposer(one, part, own, most)
+    among: dict[str, dict[str, Proposer]] = {}
+    for kind in KINDS:
+        among[kind] = {}
+        for one, part in made.choices.items():
+            own = None if controller is None else made.controllers[kind][one]
+            if own is not None and controller is not None:
+                own.limit = controller.limit
+            among[kind][one] = _proposer(one, part, own, most)
     return Proposer(name, made, controller, most, among, made.choice)
 
 

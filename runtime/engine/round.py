@@ -36,7 +36,8 @@ _NO_TOKEN = -2  # no model's, and not NON_FINITE
 class Proposer:
     """A drafter under its name in an engine: it drafts at most `most` tokens a round, or what its controller says.
 
-    among, choice  those that draft in its place, by name, and who chooses of them; None: it drafts itself.
+    among, choice  those that draft in its place, by the kind of a text (choice.KINDS) and by name, and who chooses of
+                   them; None: it drafts itself.
     weighing       those of its drafter's parts that end drafts where a row is not worth its time.
     resting        whether its controller rests this round: it is told of nothing, and reads no states.
     """
@@ -45,17 +46,23 @@ class Proposer:
     drafter: Drafter
     controller: Controller | None = None
     most: int = LONGEST
-    among: Mapping[str, "Proposer"] = field(default_factory=dict)
+    among: Mapping[str, Mapping[str, "Proposer"]] = field(default_factory=dict)
     choice: Choice | None = None
     resting: bool = False
 
     def __post_init__(self) -> None:
         self.drafts = not isinstance(self.drafter, NoDrafter)
         self._chained = self.drafter if isinstance(self.drafter, ChainedDrafter) else None
-        if self._chained is not None:
-            self._chained.limits = {} if self.controller is None else self.controller.limits
         parts = (self.drafter,) if self._chained is None else self._chained.drafters
         self.weighing = [part for part in parts if isinstance(part, WeighsRows)]
+
+    def prepare(self) -> None:
+        """Tells its drafter, which others may share, what its controller allows: before it is asked for drafts."""
+        if self._chained is not None:
+            self._chained.limits = {} if self.controller is None else self.controller.limits
+        if self.weighing and self.controller is not None and self.controller.worth is not None:
+            for weighing in self.weighing:
+                weighing.worth = self.controller.worth
 
     @property
     def asked(self) -> int:

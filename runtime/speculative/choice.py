@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from runtime.speculative.estimates import Curve
 
+# Kinds of texts: drafts that are right of the most probable tokens are not so of drawn ones.
+KINDS = GREEDY, SAMPLED = "greedy", "sampled"
 # What looks at drafters that are not the best may cost, as a share of all time, and before there is much of that, in
 # rounds.
 LOOKING = 0.01
@@ -19,7 +21,7 @@ CREDIT = 2.0
 # in which a controller begins without drafts.
 _LOOK, _FIRST_LOOK = 3, 8
 # A choice holds for so many rounds, and twice as long each time that it is made again; so does the pause between looks.
-_HOLD, _LONGEST_HOLD = 4, 32
+_HOLD, _LONGEST_HOLD = 8, 32
 _PAUSE, _LONGEST_PAUSE = 8, 64
 # How much a round counts in what a drafter's rounds cost, and the longest that drafting may take, in target forwards.
 _COSTS, _SLOWEST = 0.03, 4.0
@@ -60,22 +62,34 @@ class _Cost:
 
 
 @dataclass
+class _Usual:
+    """What texts of a kind gained lately and what their rounds were, by drafter."""
+
+    gains: dict[str, _Gain]
+    costs: dict[str, _Cost]
+
+
+@dataclass
 class _Text:
     """What is known of one text.
 
     gains   by drafter.
+    usual   what texts of its kind gained and took.
     chosen  who drafts, for `left` rounds more; `hold`: for how many it was chosen.
     unread  whether its drafter has to read first what others wrote.
     best    the tokens per second of who looked best, during a look at another; else 0.
-    paused  by drafter: rounds until it may be looked at again; `pauses`: of how many.
+    rounds  that it had.
+    paused  by drafter: until which round it may not be looked at again; `pauses`: for how many.
     """
 
     gains: dict[str, _Gain]
+    usual: "_Usual"
     chosen: str
     left: int = 0
     hold: int = _HOLD
     unread: bool = False
     best: float = 0.0
+    rounds: int = 0
     paused: dict[str, int] = field(default_factory=dict)
     pauses: dict[str, int] = field(default_factory=dict)
 
@@ -89,26 +103,33 @@ class Choice:
             raise ValueError(f"to choose takes two or more drafters of different names, not {', '.join(names)}")
         self.names = tuple(names)
         self.seconds = self.looking_seconds = 0.0
-        self._all = {name: _Gain() for name in names}
-        self._costs = {name: _Cost() for name in names}
+        self._usual = {
+            kind: _Usual({name: _Gain() for name in names}, {name: _Cost() for name in names}) for kind in KINDS
+        }
         # By the texts in a round: the seconds of one text's part of the target's forward, by its rows.
         self._target: dict[int, Curve] = {}
         self._texts: dict[int, _Text] = {}
 
-    def next(self, text: int, batch: int) -> str:
-        """Who drafts for this text in a round of `batch` texts."""
+    def timed(self, kind: str = GREEDY) -> Mapping[str, int]:
+        """How many rounds of texts of this kind were timed, by drafter."""
+        return {name: cost.rounds for name, cost in self._usual[kind].costs.items()}
+
+    def next(self, text: int, batch: int, kind: str = GREEDY) -> str:
+        """Who drafts for this text, which is of this kind, in a round of `batch` texts."""
         known = self._texts.get(text)
         if known is None:
-            known = self._texts[text] = _Text({name: _Gain() for name in self.names}, self.names[0])
+            own = {name: _Gain() for name in self.names}
+            known = self._texts[text] = _Text(own, self._usual[kind], self.names[0])
         elif known.left > 0:
             return known.chosen
-        rates = self._rates(known, batch)
+        times = self._times(known, batch)
+        rates = {name: self._tokens(known, name) / taken if taken > 0 else 0.0 for name, taken in times.items()}
         known.best = 0.0
         best = max(self.names, key=rates.__getitem__)
-        look = self._look(known, best, rates, batch)
+        look = self._look(known, best, rates, times)
         if look is not None:
             pause = known.pauses[look] = min(2 * known.pauses.get(look, _PAUSE // 2), _LONGEST_PAUSE)
-            known.paused[look] = pause
+            known.paused[look] = known.rounds + pause
             known.chosen, known.hold, known.best = look, _HOLD, rates[best]
             known.left = _LOOK if rates[look] > 0 else _FIRST_LOOK
             known.unread = True
@@ -130,16 +151,15 @@ class Choice:
         known, seconds = self._texts[text], drafting + rest
         name = known.chosen
         known.left -= 1
-        for other in known.paused:
-            known.paused[other] -= 1
+        known.rounds += 1
         self.seconds += seconds
         if known.best > 0:
             self.looking_seconds += max(0.0, seconds - tokens / known.best)
         known.gains[name].add(tokens, _FADE)
-        self._all[name].add(tokens, _FADE_ALL)
+        known.usual.gains[name].add(tokens, _FADE_ALL)
         # The first round after another drafter's is not what it takes: it has read what it missed.
         if not known.unread:
-            self._costs[name].add(rows, drafting, rest)
+            known.usual.costs[name].add(rows, drafting, rest)
         target = self._target.get(batch)
         if target is None:
             target = self._target[batch] = Curve()
@@ -155,32 +175,31 @@ class Choice:
         return {name: self._tokens(self._texts[text], name) for name in self.names}
 
     def _tokens(self, known: _Text, name: str) -> float:
-        own, everywhere = known.gains[name], self._all[name]
-        usual = everywhere.tokens / everywhere.rounds if everywhere.rounds else 1.0
+        own, others = known.gains[name], known.usual.gains[name]
+        usual = others.tokens / others.rounds if others.rounds else 1.0
         return (own.tokens + _PRIOR * usual) / (own.rounds + _PRIOR)
 
-    def _rates(self, known: _Text, batch: int) -> dict[str, float]:
-        """Tokens per second by drafter; 0 where none of its rounds was timed."""
-        times = {name: self._seconds(name, batch) for name in self.names}
-        return {name: self._tokens(known, name) / times[name] if times[name] > 0 else 0.0 for name in self.names}
+    def _times(self, known: _Text, batch: int) -> dict[str, float]:
+        """What a text's part of a round takes, in seconds, by drafter; 0 where none was timed."""
+        if not self._target:
+            return dict.fromkeys(self.names, 0.0)
+        target = self._target.get(batch) or self._target[min(self._target, key=lambda texts: abs(texts - batch))]
+        found = {}
+        for name in self.names:
+            cost = known.usual.costs[name]
+            found[name] = target.at(cost.rows) + cost.drafting if cost.rounds else 0.0
+        return found
 
-    def _seconds(self, name: str, batch: int) -> float:
-        """What a text's part of a round with this drafter takes; 0 where none was timed."""
-        cost = self._costs[name]
-        if not cost.rounds or not self._target:
-            return 0.0
-        nearest = min(self._target, key=lambda known: abs(known - batch))
-        return self._target[nearest].at(cost.rows) + cost.drafting
-
-    def _look(self, known: _Text, best: str, rates: Mapping[str, float], batch: int) -> str | None:
+    def _look(self, known: _Text, best: str, rates: Mapping[str, float], times: Mapping[str, float]) -> str | None:
         """Who is to be looked at, if that is due and can be afforded: of those, who was waiting the longest."""
-        due = [name for name in self.names if name != best and known.paused.get(name, 0) <= 0]
+        due = [name for name in self.names if name != best and known.paused.get(name, 0) <= known.rounds]
+        if not due:
+            return None
+        left = LOOKING * self.seconds + CREDIT * times[best] - self.looking_seconds
         for name in sorted(due, key=lambda name: known.paused.get(name, 0)):
             if rates[name] == 0:
                 return name  # never timed
-            took = _LOOK * self._seconds(name, batch)
-            lost = took - _LOOK * self._tokens(known, name) / rates[best]
-            left = LOOKING * self.seconds + CREDIT * self._seconds(best, batch) - self.looking_seconds
+            lost = _LOOK * (times[name] - self._tokens(known, name) / rates[best])
             if lost <= left:
                 return name
         return None

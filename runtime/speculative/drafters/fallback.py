@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from runtime.errors import UserError
-from runtime.speculative.choice import Choice
+from runtime.speculative.choice import KINDS, Choice
 from runtime.speculative.draft import Draft, Drafter, Outcome, Request, StateReader, TakenStates
 from runtime.speculative.draft_length import Controller
 
@@ -71,7 +71,7 @@ class ChosenDrafter(ChainedDrafter):
     Where nobody measures what they gain it is a chain of them. What is learned of them stays from engine to engine.
 
     choice       who chooses.
-    controllers  of each one's γ, by its name, where γ is not fixed.
+    controllers  of each one's γ, by the kind of a text (choice.KINDS) and its name, where γ is not fixed.
     """
 
     _most_readers = 99
@@ -80,13 +80,13 @@ class ChosenDrafter(ChainedDrafter):
         self,
         drafters: Sequence[Drafter],
         choice: Choice | None = None,
-        controllers: Mapping[str, Controller] | None = None,
+        controllers: Mapping[str, Mapping[str, Controller]] | None = None,
     ) -> None:
         """Raises ValueError for fewer than two drafters, or two of a name."""
         super().__init__(drafters)
         self.choices = {drafter.name: drafter for drafter in drafters}
         self.choice = Choice([drafter.name for drafter in drafters]) if choice is None else choice
-        self.controllers = {name: Controller() for name in self.choices} if controllers is None else controllers
+        self.controllers = controllers or {kind: {name: Controller() for name in self.choices} for kind in KINDS}
         self.name = ",".join(self.choices)
 
     @property
