@@ -14,7 +14,7 @@ from runtime.engine.taken import Readers
 from runtime.errors import UserError
 from runtime.model.on_device import DeviceRounds
 from runtime.sampling.constraint import Constraint
-from runtime.speculative.choice import GREEDY, KINDS, SAMPLED
+from runtime.speculative.choice import GREEDY, KINDS, SAMPLED, Choice
 from runtime.speculative.draft import Draft, Drafter, NoDrafter, Outcome
 from runtime.speculative.draft_length import LONGEST, Controller
 from runtime.speculative.drafters.fallback import ChosenDrafter
@@ -78,8 +78,7 @@ class Drafters:
         """
         for state in decoding:
             if state.asked.choice is not None:
-                kind = GREEDY if state.request.sampling.greedy else SAMPLED
-                state.ask(state.asked.among[kind][state.asked.choice.next(state.number, len(decoding), kind)])
+                _choose(state, state.asked.choice, len(decoding))
         first, asking = decoding[0].proposer, decoding
         found: dict[int, int] = {}
         for state in decoding:
@@ -283,6 +282,15 @@ def pruned(draft: Draft, grammar: Constraint) -> Draft:
             tokens.append(token)
             parents.append(places[parent])
     return Draft(tokens, parents)
+
+
+def _choose(state: RequestState, choice: Choice, batch: int) -> None:
+    """Has the drafter draft that the choice names for this request, in a round of `batch` requests."""
+    kind = GREEDY if state.request.sampling.greedy else SAMPLED
+    proposer = state.asked.among[kind][choice.next(state.number, batch, kind)]
+    state.ask(proposer)
+    if proposer.controller is not None and choice.looking(state.number):
+        proposer.controller.look(batch)
 
 
 def _budgets(proposer: Proposer, states: Sequence[RequestState], alone: bool) -> dict[int, int]:

@@ -153,12 +153,10 @@ class Engine:
         if found.out.taken is not None:
             self._drafters.read(batch, drafts, outcomes, found.out.taken)
         self._drafters.observe(batch, outcomes)
-        ended = self.clock.now()
-        times = (started, drafted, verified, ended)
+        times = (started, drafted, verified, self.clock.now())
         if self._drafters.learning and all(part.decoding for part in batch):
-            # Learning takes time as well, most of it where something was drafted. The next round is told of it.
-            learn(batch, drafts, outcomes, (started, drafted, verified, ended + self._learning), seconds)
-            self._learning = self.clock.now() - ended
+            learn(batch, drafts, outcomes, times, seconds, self._learning)
+            self._learning = self.clock.now() - times[-1]
         changed, shares = [], shares_of(batch, drafts, times)
         for part, draft, outcome in zip(batch, drafts, outcomes, strict=True):
             account(part, draft, outcome, shares)

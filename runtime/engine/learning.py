@@ -14,10 +14,13 @@ def learn(
     outcomes: Sequence[Outcome | None],
     times: Sequence[float],
     seconds: Mapping[Proposer, float],
+    before: float = 0.0,
 ) -> None:
     """Tells the controllers of a round in which every request went on with its text; arguments: see `round.shares_of`.
 
     seconds  what each drafter took. Where several share the round the target's time counts by rows.
+    before   seconds that learning from the round before took: most of it where something was drafted, so that it counts
+             for who is chosen to draft. γ has what it costs bounded otherwise.
     """
     first = batch[0].state.proposer
     if first.resting and all(part.state.asked is first and part.budget == 0 for part in batch):
@@ -25,7 +28,7 @@ def learn(
         first.controller.rested(times[-1] - times[0])
         return
     if len(batch) == 1:
-        _learn_of_one(batch[0], drafts[0], outcomes[0], times)
+        _learn_of_one(batch[0], drafts[0], outcomes[0], times, before)
         return
     if any(part.state.asked.choice is not None for part in batch):
         _weigh(batch, drafts, outcomes, times, seconds)
@@ -44,7 +47,9 @@ def learn(
         _learn(proposer, ours, batch, drafts, outcomes, (rows, drafting, (ended - drafted) * rows / width))
 
 
-def _learn_of_one(part: ScheduledRequest, draft: Draft, outcome: Outcome | None, times: Sequence[float]) -> None:
+def _learn_of_one(
+    part: ScheduledRequest, draft: Draft, outcome: Outcome | None, times: Sequence[float], before: float
+) -> None:
     """`learn` where one request goes on alone: small models feel what this takes."""
     state, budget = part.state, part.budget
     if state.forced:
@@ -52,7 +57,7 @@ def _learn_of_one(part: ScheduledRequest, draft: Draft, outcome: Outcome | None,
     proposer, choice, (started, drafted, _, ended) = state.proposer, state.asked.choice, times
     rows, drafting, rest = 1 + len(draft.tokens), drafted - started, ended - drafted
     if choice is not None and outcome is not None:
-        choice.observe(state.number, 1 + outcome.length, rows, drafting if budget > 0 else 0.0, rest, 1)
+        choice.observe(state.number, 1 + outcome.length, rows, drafting if budget > 0 else 0.0, rest + before, 1)
     controller = proposer.controller
     if controller is None:
         return

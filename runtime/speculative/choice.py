@@ -110,6 +110,10 @@ class Choice:
         self._target: dict[int, Curve] = {}
         self._texts: dict[int, _Text] = {}
 
+    def looking(self, text: int) -> bool:
+        """Whether the drafter that was named last for this text is looked at, rather than thought to be the best."""
+        return self._texts[text].best > 0
+
     def timed(self, kind: str = GREEDY) -> Mapping[str, int]:
         """How many rounds of texts of this kind were timed, by drafter."""
         return {name: cost.rounds for name, cost in self._usual[kind].costs.items()}

@@ -12,7 +12,7 @@ from statistics import median
 from runtime.speculative.measured import NOTHING_KNOWN, Gains, Prior, Round, Times, round_rates
 from runtime.speculative.opening import Opening
 from runtime.speculative.parts import Parts
-from runtime.speculative.settled import TOGETHER, DraftBudget, Look, Settled, surprising
+from runtime.speculative.settled import TOGETHER, DraftBudget, Look, Settled, longer_than, surprising
 from runtime.speculative.spending import SLOW, Spending, rounds_until, worth
 
 LONGEST = 16
@@ -90,6 +90,11 @@ class Controller:
         """Learns from a round that was not asked for, of no drafts and no prompts."""
         self._held.left -= 1
         self._held.rested.append(seconds)
+
+    def look(self, batch: int) -> None:
+        """Ends a rest of rounds of `batch` requests by one that drafts: a choice among drafters looks at this one."""
+        if self.resting(batch) and self._next is None and (look := self._held.look()) is not None:
+            self._next, self._held.left = look, 0
 
     def next_budget(self, batch: int, missing: int, alone: bool = True, unread: int = 1) -> DraftBudget:
         """For a round of `batch` requests, of which the longest has room for `missing` drafted tokens.
@@ -319,7 +324,7 @@ class Controller:
 
     def _longer(self, batch: int, best: int, rates: Sequence[float]) -> DraftBudget | None:
         """A round of drafts a third longer than those that look best, if it is due and can be afforded."""
-        longer = min(_longer_than(best), len(rates) - 1)
+        longer = min(longer_than(best), len(rates) - 1)
         if longer == best or rates[longer] == 0 or self._rounds - self._longer_at < _HOLD:
             return None
         gained = batch * (1 + self._gains.tokens(longer)[longer])
@@ -330,10 +335,6 @@ class Controller:
 
     def _longest(self, best: int, most: int) -> int:
         """For how many rounds drafts may be chosen: until drafts a third longer were looked at often enough for few."""
-        if (longer := min(_longer_than(best), most)) == best or self._times.drafts(longer) >= _LOOKS:
+        if (longer := min(longer_than(best), most)) == best or self._times.drafts(longer) >= _LOOKS:
             return _LONGEST_HOLD
         return _LONGEST_UNSEEN if self._opening.drafts >= _HOPEFUL else _HOLD
-
-
-def _longer_than(budget: int) -> int:
-    return budget + max(1, budget // 3) if budget else 0

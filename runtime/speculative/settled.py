@@ -77,6 +77,13 @@ class Settled:
             return self.budget
         return max(range(most + 1), key=self.rates.__getitem__)
 
+    def look(self) -> tuple[DraftBudget, Look] | None:
+        """The best round that drafts, beside one that does not; None where there was no room for any."""
+        if len(self.rates) < 2:
+            return None
+        budget = max(range(1, len(self.rates)), key=self.rates.__getitem__)
+        return DraftBudget(budget, self.batch), Look(self.rates[0], longer=False)
+
     def keeps(self, found: Round) -> bool:
         """Whether a round is one that was not asked for, and like those before it; it is then kept."""
         if self.left <= 0 or found.budget != self.budget or found.batch != self.batch or found.unread:
@@ -84,6 +91,11 @@ class Settled:
         self.left -= 1
         self.rounds.append(found)
         return True
+
+
+def longer_than(budget: int) -> int:
+    """γ of drafts a third longer."""
+    return budget + max(1, budget // 3) if budget else 0
 
 
 def surprising(rounds: Sequence[Round], tokens: Sequence[float]) -> bool:

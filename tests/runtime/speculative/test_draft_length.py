@@ -181,6 +181,21 @@ def test_rounds_of_a_settled_choice_are_not_asked_for() -> None:
     assert not controller.resting(1) and not controller.resting(3)
 
 
+def test_who_rests_drafts_where_a_choice_looks_at_it() -> None:
+    controller = Controller()
+    simulate(controller, 2000, per_token(0.0), 0.2, flat, noise=0)
+    controller.next_budget(1, 100)
+    while not controller.resting(1):
+        simulate(controller, 1, per_token(0.0), 0.2, flat, noise=0)
+    controller.look(2)
+    assert controller.resting(1)  # with one request, not with two
+    controller.look(1)
+    assert not controller.resting(1) and controller.next_budget(1, 100).budget > 0
+    # And rests again, since it was not right.
+    _, chosen = simulate(controller, 40, per_token(0.0), 0.2, flat, noise=0)
+    assert chosen.count(0) > 35
+
+
 def test_drafting_that_pays_is_asked_for_every_round() -> None:
     controller = Controller()
     _, chosen = simulate(controller, 1000, per_token(0.9), 0.05, flat)
