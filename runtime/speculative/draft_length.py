@@ -105,8 +105,8 @@ class Controller:
         The first round after a rest never drafts: what drafters read of the target they do not read while it lasts.
         """
         held, most = self._held, min(self.limit, missing)
-        if held.goes_on(batch, most):
-            return DraftBudget(held.budget, batch)
+        if held.goes_on(batch, most) or held.ends(batch, most):
+            return DraftBudget(held.within(most), batch)
         rested = self._take_in()
         held.left, self._look = 0, None
         if not self.spent.credit:
@@ -221,7 +221,7 @@ class Controller:
     def observe(self, found: Round) -> None:
         """Learns from a round."""
         held = self._held
-        if held.keeps(found):
+        if held.keeps(found, first=len(self._reads) == _READ):
             if len(held.rounds) >= TOGETHER:
                 self._take_in()
             return

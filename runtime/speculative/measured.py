@@ -157,7 +157,8 @@ class Times:
         drafting: dict[tuple[int, int, int], list[float]] = {}
         for one in rounds:
             targets.setdefault(one.width, []).append(one.target_seconds)
-            drafting.setdefault((len(one.drafts), one.budget, one.asked), []).append(one.draft_seconds)
+            if not one.unread:
+                drafting.setdefault((len(one.drafts), one.budget, one.asked), []).append(one.draft_seconds)
         for (requests, budget, asked), took in drafting.items():
             self.add_drafting(requests, budget, *took, asked=asked)
         for width, took in targets.items():

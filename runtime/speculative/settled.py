@@ -71,6 +71,10 @@ class Settled:
             and (self.budget < self.most or most <= self.most)
         )
 
+    def ends(self, batch: int, most: int) -> bool:
+        """Whether a text is about to end, with room for fewer than γ tokens, where rounds are not asked for."""
+        return self.left > 0 and batch == self.batch and most < self.budget
+
     def within(self, most: int) -> int:
         """The γ that looked best of those of at most `most` tokens: near their ends texts have less room."""
         if self.budget <= most:
@@ -84,12 +88,17 @@ class Settled:
         budget = max(range(1, len(self.rates)), key=self.rates.__getitem__)
         return DraftBudget(budget, self.batch), Look(self.rates[0], longer=False)
 
-    def keeps(self, found: Round) -> bool:
-        """Whether a round is one that was not asked for, and like those before it; it is then kept."""
-        if self.left <= 0 or found.budget != self.budget or found.batch != self.batch or found.unread:
+    def keeps(self, found: Round, first: bool) -> bool:
+        """Whether a round is one that was not asked for, and like those before it; it is then kept.
+
+        first  so is a text's first round, in which its drafter reads what it has missed. A text's last rounds, with
+               fewer tokens, say nothing of this γ, and are forgotten.
+        """
+        if self.left <= 0 or found.batch != self.batch or found.budget > self.budget or (found.unread and not first):
             return False
-        self.left -= 1
-        self.rounds.append(found)
+        if found.budget == self.budget:
+            self.left -= 1
+            self.rounds.append(found)
         return True
 
 

@@ -181,6 +181,20 @@ def test_rounds_of_a_settled_choice_are_not_asked_for() -> None:
     assert not controller.resting(1) and not controller.resting(3)
 
 
+def test_the_last_rounds_of_a_text_say_nothing_of_a_settled_length() -> None:
+    controller = Controller()
+    simulate(controller, 300, per_token(0.9), 0.02, flat, noise=0)
+    gamma = controller.next_budget(1, 100).budget
+    controller.observe(Round(1, gamma, (Drafted(gamma, gamma),), 1 + gamma, 0.02 * gamma, flat(1 + gamma)))
+    before = controller.rates(1, gamma)
+    for room in (2, 1, 0):
+        short = controller.next_budget(1, room).budget
+        assert short <= room < gamma
+        controller.observe(Round(1, short, (Drafted(short, 0),) if short else (), 1 + short, 50.0, 50.0))
+    assert controller.rates(1, gamma) == before
+    assert controller.next_budget(1, 100).budget == gamma
+
+
 def test_who_rests_drafts_where_a_choice_looks_at_it() -> None:
     controller = Controller()
     simulate(controller, 2000, per_token(0.0), 0.2, flat, noise=0)
