@@ -19,8 +19,8 @@ def learn(
     """Tells the controllers of a round in which every request went on with its text; arguments: see `round.shares_of`.
 
     seconds  what each drafter took. Where several share the round the target's time counts by rows.
-    before   seconds that learning from the round before took: most of it where something was drafted, so that of one text
-             alone it counts for who is chosen to draft. γ has what it costs bounded otherwise.
+    before   seconds that learning from the round before took, most of it where something was drafted: of one text alone
+             it counts for who is chosen to draft. γ has what it costs bounded otherwise.
     """
     first = batch[0].state.proposer
     if first.resting and all(part.state.asked is first and part.budget == 0 for part in batch):
