@@ -287,9 +287,11 @@ def pruned(draft: Draft, grammar: Constraint) -> Draft:
 def _choose(state: RequestState, choice: Choice, batch: int) -> None:
     """Has the drafter draft that the choice names for this request, in a round of `batch` requests."""
     kind = GREEDY if state.request.sampling.greedy else SAMPLED
+    if isinstance(drafter := state.asked.drafter, ChosenDrafter) and drafter.copying:
+        drafter.watch(state.request, state.number)
     proposer = state.asked.among[kind][choice.next(state.number, batch, kind)]
     state.ask(proposer)
-    if proposer.controller is not None and choice.looking(state.number):
+    if proposer.controller is not None and choice.wakes(state.number):
         proposer.controller.look(batch)
 
 

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from runtime.engine.round import Proposer, ScheduledRequest
+from runtime.speculative.by_drafter import Taken
 from runtime.speculative.draft import Draft, Outcome
 from runtime.speculative.measured import Drafted, Round
 
@@ -28,7 +29,7 @@ def learn(
         first.controller.rested(times[-1] - times[0])
         return
     if len(batch) == 1:
-        _learn_of_one(batch[0], drafts[0], outcomes[0], times, before)
+        _learn_of_one(batch[0], drafts[0], outcomes[0], times, seconds, before)
         return
     if any(part.state.asked.choice is not None for part in batch):
         _weigh(batch, drafts, outcomes, times, seconds)
@@ -43,21 +44,30 @@ def learn(
         if not ours:
             continue
         rows = width if alone else len(ours) + sum([len(drafts[i].tokens) for i in ours])
-        drafting = drafted - started if alone else seconds.get(proposer, 0.0)
+        drafting = seconds.get(proposer, drafted - started if alone else 0.0)
         _learn(proposer, ours, batch, drafts, outcomes, (rows, drafting, (ended - drafted) * rows / width))
 
 
 def _learn_of_one(
-    part: ScheduledRequest, draft: Draft, outcome: Outcome | None, times: Sequence[float], before: float
+    part: ScheduledRequest,
+    draft: Draft,
+    outcome: Outcome | None,
+    times: Sequence[float],
+    seconds: Mapping[Proposer, float],
+    before: float,
 ) -> None:
     """`learn` where one request goes on alone: small models feel what this takes."""
     state, budget = part.state, part.budget
     if state.forced:
         return
     proposer, choice, (started, drafted, _, ended) = state.proposer, state.asked.choice, times
-    rows, drafting, rest = 1 + len(draft.tokens), drafted - started, ended - drafted
+    # Choosing γ is part of what a drafter costs, but not of what drafts of this γ take. Deferred ones were not timed
+    # apart.
+    drafting = seconds.get(proposer, drafted - started)
+    rows, rest = 1 + len(draft.tokens), ended - drafted
     if choice is not None and outcome is not None:
-        choice.observe(state.number, 1 + outcome.length, rows, drafting if budget > 0 else 0.0, rest + before, 1)
+        own, asking = (drafting, drafted - started - drafting) if budget > 0 else (0.0, 0.0)
+        choice.observe(state.number, Taken(1 + outcome.length, rows, own, rest + before, asking))
     controller = proposer.controller
     if controller is None:
         return
@@ -91,7 +101,7 @@ def _weigh(
         own = drafting / shares[state.proposer] if part.budget > 0 else 0.0
         rows = 1 + len(draft.tokens)
         rest = (ended - drafted) * rows / width
-        state.asked.choice.observe(state.number, 1 + outcome.length, rows, own, rest, len(batch))
+        state.asked.choice.observe(state.number, Taken(1 + outcome.length, rows, own, rest))
 
 
 def _ours(batch: Sequence[ScheduledRequest], proposer: Proposer) -> list[int]:

@@ -3,116 +3,138 @@
 A bandit over what was measured. What a round takes is the same for all texts: the target's time by its rows, which all
 drafters share, so that a machine that changes its pace changes all alike, and what each one's drafting takes. What a
 round gains is learned of each text, beginning with what texts gained lately. All others are looked at now and then,
-in so far as looking costs little: a text that begins to repeat itself is for lookup, whoever was best before.
+in so far as looking costs little. Those that copy need not draft for that: what they would have gained the text itself
+shows (shadow.py), and one that begins to repeat itself is theirs at once, whoever was best before.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from runtime.speculative.estimates import Curve
+from runtime.speculative.by_drafter import Expected, Gain, Taken, Usual
 
 # Kinds of texts: drafts that are right of the most probable tokens are not so of drawn ones.
 KINDS = GREEDY, SAMPLED = "greedy", "sampled"
-# What looks at drafters that are not the best may cost, as a share of all time, and before there is much of that, in
-# rounds.
-LOOKING = 0.01
-CREDIT = 2.0
-# Rounds of a look: the first also reads what its drafter has missed, and copies begin short. Of the first look of all,
-# in which a controller begins without drafts.
-_LOOK, _FIRST_LOOK = 3, 8
+# Rounds of a look, which goes on by steps. A drafter of which fewer than some were timed is looked at for longer: its γ
+# has yet to be found.
+_LOOK, _FIRST_LOOK, _YOUNG, _STEP = 12, 16, 48, 4
+# What another drafter must promise over the one that drafts, as a share: it has to read what it missed. And at least so
+# many standard errors of both: where drafts are right for stretches, hundreds of rounds do not tell two drafters apart.
+_SWITCH, _SURE = 0.03, 0.4
+# The first rounds after another drafter's do not show what a drafter takes: it reads what it missed, and its weights
+# have left the processor's caches.
+_COLD = 2
 # A choice holds for so many rounds, and twice as long each time that it is made again; so does the pause between looks.
-_HOLD, _LONGEST_HOLD = 8, 32
+_HOLD, _LONGEST_HOLD = 16, 64
 _PAUSE, _LONGEST_PAUSE = 8, 64
-# How much a round counts in what a drafter's rounds cost, and the longest that drafting may take, in target forwards.
-_COSTS, _SLOWEST = 0.03, 4.0
-# What a round leaves of a text's counts before it, and of those of all texts; how many rounds the latter count for in a
-# text of which nothing is known.
-_FADE, _FADE_ALL, _PRIOR = 0.97, 0.98, 5.0
-
-
-@dataclass
-class _Gain:
-    """Tokens of rounds, fading."""
-
-    tokens: float = 0.0
-    rounds: float = 0.0
-
-    def add(self, tokens: int, fade: float) -> None:
-        self.tokens, self.rounds = self.tokens * fade + tokens, self.rounds * fade + 1
-
-    def halve(self) -> None:
-        """What is to be looked at again may have changed."""
-        self.tokens, self.rounds = self.tokens / 2, self.rounds / 2
-
-
-@dataclass
-class _Cost:
-    """What a drafter's rounds are of one text: rows of the target's forward, and seconds of drafting; fading means."""
-
-    rows: float = 0.0
-    drafting: float = 0.0
-    rounds: int = 0
-
-    def add(self, rows: int, drafting: float, rest: float) -> None:
-        self.rounds += 1
-        rate = max(_COSTS, 1 / self.rounds)
-        self.rows += rate * (rows - self.rows)
-        # Where the machine was elsewhere; a chain's own times differ widely, by who of it drafts.
-        self.drafting += rate * (min(drafting, _SLOWEST * rest) - self.drafting)
-
-
-@dataclass
-class _Usual:
-    """What texts of a kind gained lately and what their rounds were, by drafter."""
-
-    gains: dict[str, _Gain]
-    costs: dict[str, _Cost]
+# A text repeats itself where copies gain so many tokens a round; what one such round counts in that, and a draft that
+# was only watched, which stands for some rounds.
+_REPEATS, _COPIED, _SHADOWED = 3.0, 0.25, 0.4
+# What drafting must gain over not drafting for its drafter to be woken.
+_PAYS = 1.03
 
 
 @dataclass
 class _Text:
     """What is known of one text.
 
-    gains   by drafter.
+    gains   by whether it repeats itself, and by drafter; copied: the tokens that rounds of copies gained lately.
     usual   what texts of its kind gained and took.
     chosen  who drafts, for `left` rounds more; `hold`: for how many it was chosen.
-    unread  whether its drafter has to read first what others wrote.
+    batch   of how many texts its rounds are; kept: those since the last choice.
+    cold    rounds until its drafter takes what it usually does.
+    favourites  who was thought the best last, by whether it repeated itself.
     best    the tokens per second of who looked best, during a look at another; else 0.
+    look    rounds that this look may go on.
+    pays    whether who was chosen gains clearly more than rounds without drafts.
     rounds  that it had.
     paused  by drafter: until which round it may not be looked at again; `pauses`: for how many.
     """
 
-    gains: dict[str, _Gain]
-    usual: "_Usual"
+    gains: Mapping[bool, dict[str, Gain]]
+    usual: Usual
     chosen: str
+    copied: float = 1.0
+    favourites: dict[bool, str] = field(default_factory=dict)
     left: int = 0
     hold: int = _HOLD
-    unread: bool = False
+    batch: int = 1
+    kept: list[Taken] = field(default_factory=list)
+    cold: int = 0
     best: float = 0.0
+    look: int = 0
+    pays: bool = False
     rounds: int = 0
     paused: dict[str, int] = field(default_factory=dict)
     pauses: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether it repeats itself."""
+        return self.copied >= _REPEATS
+
+    def take_in(self, copies: bool) -> float:
+        """Learns from the rounds that were kept, all by the same drafter; copies: whether this one copies.
+
+        Of a look: the seconds that a round lost.
+        """
+        if not (rounds := self.kept):
+            return 0.0
+        self.kept, usual = [], self.usual
+        usual.rounds += len(rounds)
+        seconds = sum([one.seconds for one in rounds])
+        usual.seconds += seconds
+        lost = max(0.0, seconds - sum([one.tokens for one in rounds]) / self.best) if self.best > 0 else 0.0
+        usual.looking += lost
+        usual.took(self.batch, rounds)
+        # Where nobody was asked γ was 0: such rounds are alike, whoever rests.
+        drafted = [one for one in rounds if one.drafting > 0]
+        if not drafted:
+            return lost / len(rounds)
+        by_phase: dict[bool, list[Taken]] = {}
+        for one in drafted:
+            by_phase.setdefault(self.repeats, []).append(one)
+            if copies:
+                self.copied += _COPIED * (one.tokens - self.copied)
+        for repeats, some in by_phase.items():
+            own = self.gains[repeats][self.chosen]
+            usual.phases[repeats].gained(
+                own, self.chosen, [one.tokens for one in some], sum([one.rows for one in some])
+            )
+        cost, cold = usual.costs[self.chosen], self.cold
+        self.cold = max(0, cold - len(drafted))
+        if shown := drafted[cold:]:
+            # γ is chosen more often in a look than when the same drafter goes on.
+            cost.add(shown, asking=self.best == 0)
+        if cold == _COLD and self.best > 0:
+            cost.read(drafted[0].drafting)
+        return lost / len(rounds)
 
 
 class Choice:
     """Chooses among drafters by name; the first is where a choice begins that nothing is known of yet."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        """Raises ValueError for fewer than two names, or the same one twice."""
+    def __init__(self, names: Sequence[str], copying: Collection[str] = ()) -> None:
+        """copying: those of whom `shadowed` tells what they would have gained; once timed they are not looked at.
+
+        Raises ValueError for fewer than two names, or the same one twice.
+        """
         if len(set(names)) != len(names) or len(names) < 2:
             raise ValueError(f"to choose takes two or more drafters of different names, not {', '.join(names)}")
-        self.names = tuple(names)
-        self.seconds = self.looking_seconds = 0.0
-        self._usual = {
-            kind: _Usual({name: _Gain() for name in names}, {name: _Cost() for name in names}) for kind in KINDS
-        }
-        # By the texts in a round: the seconds of one text's part of the target's forward, by its rows.
-        self._target: dict[int, Curve] = {}
+        self.names, self._copying = tuple(names), frozenset(copying)
+        self._usual = {kind: Usual.of(names) for kind in KINDS}
         self._texts: dict[int, _Text] = {}
 
-    def looking(self, text: int) -> bool:
-        """Whether the drafter that was named last for this text is looked at, rather than thought to be the best."""
-        return self._texts[text].best > 0
+    def drafts(self, text: int) -> str | None:
+        """Who drafts for this text, until others are chosen; None: nobody was chosen yet."""
+        known = self._texts.get(text)
+        return None if known is None else known.chosen
+
+    def wakes(self, text: int) -> bool:
+        """Whether the drafter that was named last for this text is to draft even if its γ is 0: it is looked at, or has
+        gained clearly more than rounds without drafts do."""
+        known = self._texts[text]
+        return known.best > 0 or known.pays
 
     def timed(self, kind: str = GREEDY) -> Mapping[str, int]:
         """How many rounds of texts of this kind were timed, by drafter."""
@@ -122,88 +144,104 @@ class Choice:
         """Who drafts for this text, which is of this kind, in a round of `batch` texts."""
         known = self._texts.get(text)
         if known is None:
-            own = {name: _Gain() for name in self.names}
+            own = {repeats: {name: Gain() for name in self.names} for repeats in (False, True)}
             known = self._texts[text] = _Text(own, self._usual[kind], self.names[0])
-        elif known.left > 0:
+        elif known.left > 0 and batch == known.batch:
             return known.chosen
-        times = self._times(known, batch)
-        rates = {name: self._tokens(known, name) / taken if taken > 0 else 0.0 for name, taken in times.items()}
-        known.best = 0.0
-        best = max(self.names, key=rates.__getitem__)
-        look = self._look(known, best, rates, times)
+        lost, known.batch = known.take_in(known.chosen in self._copying), batch
+        if known.left <= 0 < known.look and _STEP * lost <= known.usual.left_for_looks:
+            known.left = min(_STEP, known.look)
+            known.look -= known.left
+        if known.left > 0:
+            return known.chosen
+        known.pays, known.best = False, 0.0
+        repeats = known.repeats
+        found = known.usual.expected(known.gains[repeats], repeats, batch)
+        before = known.favourites.get(repeats, known.usual.phases[repeats].favourite)
+        best = known.favourites[repeats] = _best(found, before)
+        look = self._look(known, best, found)
         if look is not None:
             pause = known.pauses[look] = min(2 * known.pauses.get(look, _PAUSE // 2), _LONGEST_PAUSE)
             known.paused[look] = known.rounds + pause
-            known.chosen, known.hold, known.best = look, _HOLD, rates[best]
-            known.left = _LOOK if rates[look] > 0 else _FIRST_LOOK
-            known.unread = True
-            known.gains[look].halve()
+            known.chosen, known.hold, known.best = look, _HOLD, found[best].rate
+            known.left, known.look, known.cold = _STEP, self._rounds_of(known, look) - _STEP, _COLD
+            known.gains[repeats][look].halve()
             return look
-        known.unread = best != known.chosen
+        known.look = 0
+        if best != known.chosen:
+            known.cold = _COLD
+        known.pays = 0 < _PAYS < found[best].rate * known.usual.forward(batch).at(1)
         known.hold = min(2 * known.hold, _LONGEST_HOLD) if best == known.chosen else _HOLD
         known.chosen, known.left = best, known.hold
         known.pauses.pop(best, None)
         return best
 
-    def observe(self, text: int, tokens: int, rows: int, drafting: float, rest: float, batch: int) -> None:
-        """Learns from a text's part of a round of `batch` texts, drafted by whoever `next` named.
-
-        tokens          that it gained.
-        rows            of the target's forward.
-        drafting, rest  seconds: of drafting for it, and of everything else.
-        """
-        known, seconds = self._texts[text], drafting + rest
-        name = known.chosen
+    def observe(self, text: int, taken: Taken) -> None:
+        """Learns from a text's part of a round, drafted by whoever `next` named."""
+        known = self._texts[text]
         known.left -= 1
         known.rounds += 1
-        self.seconds += seconds
-        if known.best > 0:
-            self.looking_seconds += max(0.0, seconds - tokens / known.best)
-        known.gains[name].add(tokens, _FADE)
-        known.usual.gains[name].add(tokens, _FADE_ALL)
-        # The first round after another drafter's is not what it takes: it has read what it missed.
-        if not known.unread:
-            known.usual.costs[name].add(rows, drafting, rest)
-        target = self._target.get(batch)
-        if target is None:
-            target = self._target[batch] = Curve()
-        target.add(rows, rest)
-        known.unread = False
+        known.kept.append(taken)
+
+    def shadowed(self, text: int, name: str, tokens: int, rows: int) -> None:
+        """Learns that a round of so many rows would have gained so many tokens, had this drafter drafted."""
+        known = self._texts[text]
+        if name == known.chosen:
+            return
+        copied = known.copied + _SHADOWED * (tokens - known.copied)
+        repeats = copied >= _REPEATS
+        if repeats != known.repeats:
+            known.take_in(known.chosen in self._copying)
+            known.left = known.look = 0
+            # Who is the best now is to draft now.
+            known.paused = {one: max(known.paused.get(one, 0), known.rounds + _PAUSE) for one in self.names}
+        known.copied = copied
+        known.usual.phases[repeats].gained(known.gains[repeats][name], name, (tokens,), rows)
 
     def close(self, text: int) -> None:
         """The text has ended."""
-        self._texts.pop(text, None)
+        known = self._texts.pop(text, None)
+        if known is not None:
+            known.take_in(known.chosen in self._copying)
+            for repeats, phase in known.usual.phases.items():
+                phase.end(known.gains[repeats])
+                phase.favourite = _best(known.usual.expected({}, repeats, known.batch), phase.favourite)
 
-    def tokens(self, text: int) -> Mapping[str, float]:
-        """Tokens that a round of this text can be expected to gain, by drafter."""
-        return {name: self._tokens(self._texts[text], name) for name in self.names}
+    def _rounds_of(self, known: _Text, name: str) -> int:
+        """A look at a drafter."""
+        return _LOOK if known.usual.costs[name].rounds >= _YOUNG else _FIRST_LOOK
 
-    def _tokens(self, known: _Text, name: str) -> float:
-        own, others = known.gains[name], known.usual.gains[name]
-        usual = others.tokens / others.rounds if others.rounds else 1.0
-        return (own.tokens + _PRIOR * usual) / (own.rounds + _PRIOR)
-
-    def _times(self, known: _Text, batch: int) -> dict[str, float]:
-        """What a text's part of a round takes, in seconds, by drafter; 0 where none was timed."""
-        if not self._target:
-            return dict.fromkeys(self.names, 0.0)
-        target = self._target.get(batch) or self._target[min(self._target, key=lambda texts: abs(texts - batch))]
-        found = {}
-        for name in self.names:
-            cost = known.usual.costs[name]
-            found[name] = target.at(cost.rows) + cost.drafting if cost.rounds else 0.0
-        return found
-
-    def _look(self, known: _Text, best: str, rates: Mapping[str, float], times: Mapping[str, float]) -> str | None:
-        """Who is to be looked at, if that is due and can be afforded: of those, who was waiting the longest."""
-        due = [name for name in self.names if name != best and known.paused.get(name, 0) <= known.rounds]
+    def _look(self, known: _Text, best: str, found: Mapping[str, Expected]) -> str | None:
+        """Who is to be looked at, if that is due and can be afforded: of those who was waiting the longest, and before
+        them who was timed too seldom to tell."""
+        due = [
+            name
+            for name in self.names
+            if name != best
+            and known.paused.get(name, 0) <= known.rounds
+            and (found[name].rate == 0 or name not in self._copying)
+        ]
         if not due:
             return None
-        left = LOOKING * self.seconds + CREDIT * times[best] - self.looking_seconds
-        for name in sorted(due, key=lambda name: known.paused.get(name, 0)):
-            if rates[name] == 0:
+        usual = known.usual
+        left = usual.left_for_looks
+        for name in sorted(due, key=lambda name: (min(usual.costs[name].rounds, _YOUNG), known.paused.get(name, 0))):
+            one = found[name]
+            if one.rate == 0:
                 return name  # never timed
-            lost = _LOOK * (times[name] - self._tokens(known, name) / rates[best])
+            lost = one.seconds - one.tokens / found[best].rate if found[best].rate > 0 else 0.0
+            lost = usual.costs[name].reading + self._rounds_of(known, name) * lost
             if lost <= left:
                 return name
+            if usual.costs[name].rounds < _YOUNG:
+                return None  # it is saved for
         return None
+
+
+def _best(found: Mapping[str, Expected], before: str) -> str:
+    """Who gains the most per second; who was thought so `before`, unless another clearly gains more."""
+    best = max(found, key=lambda name: found[name].rate)
+    if before not in found or best == before:
+        return best
+    new, old = found[best], found[before]
+    return best if new.rate > (1 + max(_SWITCH, _SURE * math.hypot(new.doubt, old.doubt))) * old.rate else before

@@ -12,7 +12,7 @@ from statistics import median
 from runtime.speculative.measured import NOTHING_KNOWN, Gains, Prior, Round, Times, round_rates
 from runtime.speculative.opening import Opening
 from runtime.speculative.parts import Parts
-from runtime.speculative.settled import TOGETHER, DraftBudget, Look, Settled, longer_than, surprising
+from runtime.speculative.settled import TOGETHER, DraftBudget, Look, Settled, beside, longer_than, surprising
 from runtime.speculative.spending import SLOW, Spending, rounds_until, worth
 
 LONGEST = 16
@@ -62,7 +62,7 @@ class Controller:
         self._empty = self._paid = 0  # looks one after the other that found nothing to draft, and that paid
         self._look: Look | None = None  # what the round chosen last is, unless it looks best
         self._tried = False  # whether the last round was a draft that is charged to what trying out may cost
-        self._longer_at = 0  # the round of the last look at longer drafts
+        self._beside = self._beside_at = 0  # γ of the last look at somewhat longer or shorter drafts; its round
         # What the next round does: a probe that told nothing of its cost is repeated, and after a rest drafts wait.
         self._next: tuple[DraftBudget, Look | None] | None = None
         self._last: dict[bool, int] = {}  # when drafting, and not drafting, was last done
@@ -177,9 +177,9 @@ class Controller:
             self._parts.choose(batch, best, rates[best], self.spent.seconds)
         if not alone:
             return DraftBudget(best, batch)
-        other, longer = self._other(batch, best, most, unread, rates), None
+        other, near = self._other(batch, best, most, unread, rates), None
         if other is None:
-            other = longer = self._longer(batch, best, rates)
+            other = near = self._near(batch, best, rates)
         if other is None:
             longest = _LONGEST_REST if best == 0 else self._longest(best, most)
             settled = (batch, best) == (held.batch, held.budget)
@@ -191,7 +191,7 @@ class Controller:
                 hold = _HOLD
             self._held = Settled(batch, most, best, self._rounds + hold, rates)
             return DraftBudget(best, batch)
-        self._look = Look(rates[best], longer is not None)
+        self._look = Look(rates[best], near is not None)
         return other
 
     def _hopeful(self, rates: Sequence[float], least: int = 0) -> int:
@@ -264,8 +264,8 @@ class Controller:
             # Not if the machine was elsewhere.
             usual = min(taken, SLOW * expected) if expected > 0 and not found.unread else taken
             lost = max(0.0, usual - gained / self._look.rate)
-            if self._look.longer:
-                self.spent.longer += lost
+            if self._look.near:
+                self.spent.near += lost
             elif found.budget > 0:
                 self.spent.probing += lost
                 self._paid = self._paid + 1 if drafted and lost == 0 else 0
@@ -285,7 +285,7 @@ class Controller:
             self._tried = False
             return
         trying = self._look is None and not self._opening.accepted
-        self._tried = trying or (self._look is not None and not self._look.longer)
+        self._tried = trying or (self._look is not None and not self._look.near)
         if trying:
             plain = self._times.target(found.batch)
             # No more rows take more than as many times as long, nor much more than is known that they take; and reading
@@ -322,16 +322,16 @@ class Controller:
             self._unaffordable = rounds_until(lost - left, plain)
         return choice if lost <= left else None
 
-    def _longer(self, batch: int, best: int, rates: Sequence[float]) -> DraftBudget | None:
-        """A round of drafts a third longer than those that look best, if it is due and can be afforded."""
-        longer = min(longer_than(best), len(rates) - 1)
-        if longer == best or rates[longer] == 0 or self._rounds - self._longer_at < _HOLD:
+    def _near(self, batch: int, best: int, rates: Sequence[float]) -> DraftBudget | None:
+        """A round of drafts somewhat longer or shorter than those that look best, if it is due and can be afforded."""
+        if self._rounds - self._beside_at < _HOLD:
             return None
-        gained = batch * (1 + self._gains.tokens(longer)[longer])
-        if gained / rates[longer] - gained / rates[best] > self.spent.left_for_longer(self._times.target(batch)):
+        near = self._beside = beside(best, len(rates) - 1, self._beside if self._opening.drafts >= _HOPEFUL else 0)
+        lost = batch * (1 + self._gains.tokens(near)[near]) * (1 / max(rates[near], 1e-9) - 1 / rates[best])
+        if near == best or lost > self.spent.left_for_near(self._times.target(batch)):
             return None
-        self._longer_at = self._rounds
-        return DraftBudget(longer, batch)
+        self._beside_at = self._rounds
+        return DraftBudget(near, batch)
 
     def _longest(self, best: int, most: int) -> int:
         """For how many rounds drafts may be chosen: until drafts a third longer were looked at often enough for few."""

@@ -29,11 +29,12 @@ class DraftBudget(NamedTuple):
 class Look(NamedTuple):
     """A round of what does not look best.
 
-    rate    what it gives up, in tokens per second; longer: its drafts are longer than those that look best.
+    rate  what it gives up, in tokens per second.
+    near  whether its drafts are somewhat longer or shorter than those that look best.
     """
 
     rate: float
-    longer: bool
+    near: bool
 
 
 @dataclass(eq=False)
@@ -86,7 +87,7 @@ class Settled:
         if len(self.rates) < 2:
             return None
         budget = max(range(1, len(self.rates)), key=self.rates.__getitem__)
-        return DraftBudget(budget, self.batch), Look(self.rates[0], longer=False)
+        return DraftBudget(budget, self.batch), Look(self.rates[0], near=False)
 
     def keeps(self, found: Round, first: bool) -> bool:
         """Whether a round is one that was not asked for, and like those before it; it is then kept.
@@ -105,6 +106,13 @@ class Settled:
 def longer_than(budget: int) -> int:
     """γ of drafts a third longer."""
     return budget + max(1, budget // 3) if budget else 0
+
+
+def beside(budget: int, most: int, last: int) -> int:
+    """γ of drafts a third longer, of at most `most` tokens, or, where what was looked at `last` was longer, of shorter
+    ones, which times that are out of date may make look bad for good; γ itself where there are none."""
+    longer, shorter = min(longer_than(budget), most), budget - max(1, budget // 3)
+    return shorter if shorter > 0 and (last > budget or longer == budget) else longer
 
 
 def surprising(rounds: Sequence[Round], tokens: Sequence[float]) -> bool:

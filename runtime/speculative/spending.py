@@ -7,9 +7,10 @@ from dataclasses import dataclass
 # machine that was slow while nothing was drafted makes drafting look good for as long as nobody looks again.
 PROBING = 0.005
 CHECKING = 0.01  # times the square of what not drafting gains over what drafting does: the further, the less in doubt
-# What drafts longer than those that look best may cost, as a share of all time: that a second token costs less than the
-# first one did is only seen by drafting it; and before there is much time to take a share of, in rounds without drafts.
-LENGTHENING, _LONGER_CREDIT = 0.0025, 2.0
+# What drafts somewhat longer or shorter than those that look best may cost, as a share of all time: that a second token
+# costs less than the first one did is only seen by drafting it; and before there is much time to take a share of, in
+# rounds without drafts.
+_NEAR, _NEAR_CREDIT = 0.0025, 2.0
 # What trying a drafter out may cost before there is much time: a share of the first text's time without drafts, but
 # neither less nor more than so many rounds of it.
 TRYING, LEAST_CREDIT, CREDIT = 0.0125, 0.75, 4.0
@@ -24,14 +25,14 @@ class Spending:
     seconds   of all rounds.
     probing   of drafts until one was accepted, and later of those that were looked at where none are made.
     checking  of rounds without drafts where drafts are made.
-    longer    of drafts longer than those that look best.
+    near      of drafts somewhat longer or shorter than those that look best.
     credit    rounds without drafts that trying out may cost; 0: no text has begun.
     """
 
     seconds: float = 0.0
     probing: float = 0.0
     checking: float = 0.0
-    longer: float = 0.0
+    near: float = 0.0
     credit: float = 0.0
 
     def begin(self, missing: int) -> None:
@@ -46,9 +47,9 @@ class Spending:
         """What not drafting may still cost, which gains so many times what drafting does."""
         return CHECKING * gain**2 * self.seconds - self.checking
 
-    def left_for_longer(self, plain: float) -> float:
-        """What longer drafts may still cost."""
-        return LENGTHENING * self.seconds + _LONGER_CREDIT * plain - self.longer
+    def left_for_near(self, plain: float) -> float:
+        """What somewhat longer or shorter drafts may still cost."""
+        return _NEAR * self.seconds + _NEAR_CREDIT * plain - self.near
 
 
 def worth(seconds: float, rows: int, rate: float) -> float:

@@ -184,6 +184,8 @@ def make(
     Raises UserError as `drafter_by_name`.
     """
 
+    copying: dict[str, Drafter] = {}  # chains share them, and with them their index of each text
+
     def one(kind: str) -> Drafter:
         if (published := next((known for known in HEAD_KINDS if known == kind), None)) is not None:
             return published_drafter(target, published, heads, verify)
@@ -193,10 +195,12 @@ def make(
             return BlockDrafter(load_network(_folder(kind, target, heads, target.block_path), target), verify)
         if kind == "nested":
             return NestedDrafter(target, verify)
+        if kind in copying:
+            return copying[kind]
         if kind == "lookup":
-            return LookupDrafter()
+            return copying.setdefault(kind, LookupDrafter())
         if kind == "suffix":
-            return SuffixDrafter([] if corpus is None else [_tokens(target, corpus)])
+            return copying.setdefault(kind, SuffixDrafter([] if corpus is None else [_tokens(target, corpus)]))
         if kind == "model" and draft is not None:
             return model_drafter(target, draft, verify)
         if kind == "tree" and draft is not None:

@@ -1,11 +1,13 @@
 """Several drafters as one: the next is asked where the one before it finds nothing, or who gains most is asked."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from runtime.errors import UserError
 from runtime.speculative.choice import KINDS, Choice
-from runtime.speculative.draft import Draft, Drafter, Outcome, Request, StateReader, TakenStates
+from runtime.speculative.draft import CopyingDrafter, Draft, Drafter, Outcome, Request, StateReader, TakenStates
 from runtime.speculative.draft_length import Controller
+from runtime.speculative.shadow import Shadow
 
 
 class ChainedDrafter:
@@ -72,22 +74,48 @@ class ChosenDrafter(ChainedDrafter):
 
     choice       who chooses.
     controllers  of each one's γ, by the kind of a text (choice.KINDS) and its name, where γ is not fixed.
+    copying      those that only copy, which are watched while others draft.
     """
 
     _most_readers = 99
 
-    def __init__(
-        self,
-        drafters: Sequence[Drafter],
-        choice: Choice | None = None,
-        controllers: Mapping[str, Mapping[str, Controller]] | None = None,
-    ) -> None:
-        """Raises ValueError for fewer than two drafters, or two of a name."""
+    def __init__(self, drafters: Sequence[Drafter], of: "ChosenDrafter | None" = None) -> None:
+        """of: one whose drafters these are in another form; what it has learned, and who copies, are shared with it.
+
+        Raises ValueError for fewer than two drafters, or two of a name.
+        """
         super().__init__(drafters)
+        names = [drafter.name for drafter in drafters]
         self.choices = {drafter.name: drafter for drafter in drafters}
-        self.choice = Choice([drafter.name for drafter in drafters]) if choice is None else choice
-        self.controllers = controllers or {kind: {name: Controller() for name in self.choices} for kind in KINDS}
+        self.copying: Mapping[str, CopyingDrafter[Any]]
+        self.choice: Choice
+        self.controllers: Mapping[str, Mapping[str, Controller]]
+        if of is not None:
+            self.copying, self.choice, self.controllers = of.copying, of.choice, of.controllers
+        else:
+            self.copying = {one.name: one for one in drafters if isinstance(one, CopyingDrafter)}
+            self.choice = Choice(names, self.copying)
+            self.controllers = {kind: {name: Controller() for name in names} for kind in KINDS}
         self.name = ",".join(self.choices)
+        self._shadows: dict[int, dict[str, Shadow]] = {}
+
+    def watch(self, request: Request, text: int) -> None:
+        """Before a round of this text, by the number that the choice knows it by: tells what those who do not draft for
+        it would have gained."""
+        drafting = self.choice.drafts(text)
+        if drafting is None or (drafting in self.copying and len(self.copying) == 1):
+            return
+        shadows = self._shadows.get(request.id)
+        if shadows is None:
+            shadows = self._shadows[request.id] = {name: Shadow() for name in self.copying}
+        for name, shadow in shadows.items():
+            if name != drafting and (right := shadow.round(request, self.copying[name])) is not None:
+                self.choice.shadowed(text, name, 1 + right, shadow.rows)
+
+    def close(self, request: Request) -> None:
+        """See Drafter."""
+        self._shadows.pop(request.id, None)
+        super().close(request)
 
     @property
     def taps(self) -> tuple[int, ...]:

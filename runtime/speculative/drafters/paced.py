@@ -60,7 +60,7 @@ class PacedDrafter:
 def paced(drafter: Drafter) -> Drafter:
     """The drafter, paced where it copies, and so the parts of a chain of drafters."""
     if isinstance(drafter, ChosenDrafter):
-        return ChosenDrafter([paced(part) for part in drafter.drafters], drafter.choice, drafter.controllers)
+        return ChosenDrafter([paced(part) for part in drafter.drafters], drafter)
     if isinstance(drafter, ChainedDrafter):
         return ChainedDrafter([paced(part) for part in drafter.drafters])
     return PacedDrafter(drafter) if isinstance(drafter, CopyingDrafter) else drafter

@@ -8,6 +8,7 @@ import pytest
 from runtime import Model, Speculator, load
 from runtime.errors import UserError
 from runtime.sampling.params import Sampling
+from runtime.speculative.by_drafter import Taken
 from runtime.speculative.choice import GREEDY, SAMPLED, Choice
 from runtime.speculative.drafters.by_name import drafter_by_name
 from runtime.speculative.drafters.fallback import ChosenDrafter
@@ -22,11 +23,20 @@ KINDS = {
 
 
 def written(kinds: list[str], by: Choice | str, seed: int, length: int = 300) -> dict[str, float]:
-    """The time that texts of these kinds take, by kind, under a choice or with one drafter."""
+    """The time that texts of these kinds take, by kind, under a choice or with one drafter.
+
+    Where the model drafts, every fifth round shows what lookup would have gained, as the engine does it.
+    """
     drawn, times = random.Random(seed), dict.fromkeys(KINDS, 0.0)
     for number, kind in enumerate(kinds):
-        have = 0
+        have = rounds = 0
         while have < length:
+            rounds += 1
+            if not isinstance(by, str) and rounds % 5 == 0 and by.drafts(number) == "model":
+                (rate, _, _), tokens = KINDS[kind]["lookup"], 1
+                while tokens <= 16 and drawn.random() < rate:
+                    tokens += 1
+                by.shadowed(number, "lookup", tokens, min(tokens + 1, 17))
             rate, most, seconds = KINDS[kind][by if isinstance(by, str) else by.next(number, 1)]
             tokens = 1
             while tokens <= most and drawn.random() < rate:
@@ -35,7 +45,8 @@ def written(kinds: list[str], by: Choice | str, seed: int, length: int = 300) ->
             have += tokens
             times[kind] += took
             if not isinstance(by, str):
-                by.observe(number, tokens, most + 1, took - 0.9, 0.9, 1)
+                forward = min(1 + 0.04 * most, took - 0.01)
+                by.observe(number, Taken(tokens, most + 1, took - forward, forward))
         if not isinstance(by, str):
             by.close(number)
     return times
@@ -46,7 +57,7 @@ def test_near_the_best_on_each_kind_and_better_than_any_on_all() -> None:
     for seed in range(20):
         kinds = [kind for kind in KINDS for _ in range(8)]
         alone = {name: written(kinds, name, seed) for name in ("model", "lookup")}
-        chosen = written(kinds, Choice(("model", "lookup")), seed)
+        chosen = written(kinds, Choice(("model", "lookup"), ("lookup",)), seed)
         for kind in KINDS:
             shares[kind].append(min(times[kind] for times in alone.values()) / chosen[kind])
         shares["all"].append(min(sum(times.values()) for times in alone.values()) / sum(chosen.values()))
@@ -64,11 +75,50 @@ def test_a_text_that_begins_to_repeat_itself_changes_its_drafter() -> None:
         names = []
         for _ in range(count):
             names.append(choice.next(0, 1))
-            choice.observe(0, tokens[names[-1]], 5, {"model": 0.9, "lookup": 0.2}[names[-1]], 0.9, 1)
+            choice.observe(0, Taken(tokens[names[-1]], 5, {"model": 0.9, "lookup": 0.2}[names[-1]], 0.9))
         return names
 
     assert rounds({"model": 4, "lookup": 1}, 300)[-200:].count("model") > 180
     assert rounds({"model": 4, "lookup": 8}, 600)[-200:].count("lookup") > 180
+
+
+def test_a_copier_is_watched_rather_than_looked_at_and_drafts_at_once_where_the_text_repeats_itself() -> None:
+    def drafts(copying: tuple[str, ...], shadows: dict[int, int]) -> str:
+        """Who drafts, by round; `shadows`: what copies would have gained before some rounds."""
+        choice, names = Choice(("model", "lookup"), copying), []
+        for text in range(4):
+            for number in range(100):
+                names.append(choice.next(text, 1)[0])
+                if names[-1] == "m" and text == 3 and number in shadows:
+                    choice.shadowed(text, "lookup", shadows[number], 1 + shadows[number])
+                    names[-1] = choice.next(text, 1)[0]
+                model = names[-1] == "m"
+                repeats = text == 2 or (text == 3 and number >= 40)
+                tokens = 4 if model else 12 if repeats else 1
+                choice.observe(text, Taken(tokens, 5 if model else tokens + 1, 0.9 if model else 0.05, 0.9))
+            choice.close(text)
+        return "".join(names)
+
+    watched = drafts(("lookup",), {44: 15})
+    assert watched[32:200].count("l") == 0  # once it was timed nobody looks at it
+    assert watched[300:340].count("m") == 40 and watched[344:].count("m") == 0
+    # Unless its drafts show something, which these do not; and one that does not copy is looked at.
+    assert drafts(("lookup",), {44: 1})[344:].count("m") == 56
+    assert 0 < drafts((), {})[32:200].count("l") < 40
+
+
+def test_a_look_ends_when_it_has_cost_too_much() -> None:
+    """One that loses ten times as much as a round gains is not seen through, and not repeated soon; a good one is."""
+
+    def looks(seconds: float) -> list[int]:
+        choice, names = Choice(("model", "lookup")), []
+        for number in range(300):
+            names.append(choice.next(0, 1))
+            drafting = 0.5 if names[-1] == "model" else 0.6 if number < 40 else seconds
+            choice.observe(0, Taken(3, 4, drafting, 1.0))
+        return [i for i, name in enumerate(names) if name == "lookup" and i >= 40]
+
+    assert 0 < len(looks(9.0)) <= 8 < 12 <= len(looks(0.6))
 
 
 def test_names_have_to_differ() -> None:
@@ -95,7 +145,6 @@ def test_texts_are_those_of_plain_decoding(target: Model, name: str, sampling: S
         found = Speculator(target, drafter, length).generate(prompts, 60, sampling)
         assert [one.tokens for one in found] == plain
     # Each has been tried: nothing is known of a drafter that never drafted.
-    assert drafter.choice.seconds > 0
     kind, other = (GREEDY, SAMPLED) if sampling.greedy else (SAMPLED, GREEDY)
     assert min(drafter.choice.timed(kind).values()) > 0 and max(drafter.choice.timed(other).values()) == 0
 

@@ -6,7 +6,7 @@ import pytest
 from runtime.speculative.draft_length import Controller
 from runtime.speculative.estimates import Chain, Lengths, Tree
 from runtime.speculative.measured import Drafted, Round, Times
-from runtime.speculative.settled import TOGETHER, Settled, surprising
+from runtime.speculative.settled import TOGETHER, Settled, beside, surprising
 from tests.runtime.speculative.simulation import flat, per_token, simulate
 
 
@@ -54,6 +54,30 @@ def test_what_holds_near_the_end_of_a_text_is_the_best_there_is_room_for() -> No
     assert not held.holds(1, 3, 60)
     forced = Settled(1, 4, 4, until=40, rates=[1.0] * 5)
     assert forced.holds(1, 4, 30) and not forced.holds(1, 16, 30)
+
+
+def test_longer_and_shorter_drafts_are_looked_at_by_turns() -> None:
+    found, last = [], 0
+    for _ in range(4):
+        last = beside(6, 16, last)
+        found.append(last)
+    assert found == [8, 4, 8, 4]
+    assert [beside(16, 16, last) for last in (0, 11)] == [11, 11]  # nothing longer may be drafted
+    assert [beside(1, 16, last) for last in (0, 2)] == [2, 2] and beside(0, 16, 0) == 0
+
+
+def test_times_that_are_out_of_date_do_not_keep_from_shorter_drafts() -> None:
+    """Five rows take no longer than one, but did while the first of them were timed: γ is 2, and 4 would be best."""
+    slow = [True]
+
+    def forward(width: int) -> float:
+        return 2.0 if slow[0] and width in (4, 5) else 1.0 if width <= 5 else 1.0 + 0.5 * (width - 5)
+
+    controller = Controller(limit=8)
+    simulate(controller, 60, per_token(0.9), 0.02, forward)
+    slow[0] = False
+    _, chosen = simulate(controller, 3000, per_token(0.9), 0.02, forward, seed=1)
+    assert np.median(chosen[-200:]) in (3, 4, 5)
 
 
 def test_only_much_better_or_much_worse_drafts_are_a_surprise() -> None:

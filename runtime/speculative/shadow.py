@@ -1,0 +1,52 @@
+"""What a drafter that copies would have gained while another one drafted.
+
+Its drafts cost next to nothing, and the text that comes shows how many of a draft's tokens were right: a copied token
+is accepted as often as the target draws it, whoever drafts. So it is watched without any row of a forward.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.speculative.draft import CopyingDrafter, Request
+from runtime.speculative.draft_length import LONGEST
+
+# From one draft to the next, in rounds.
+_PAUSE = 4
+
+
+@dataclass
+class Shadow:
+    """One text's draft that nobody verifies.
+
+    at      the length of the text when it was made.
+    tokens  of which so many were `right` as far as the text goes.
+    rows    of the round that it would have been: copies are a token longer than what of them was right lately.
+    pause   rounds until the next one.
+    """
+
+    at: int = 0
+    tokens: Sequence[int] = ()
+    right: int = 0
+    rows: int = 1
+    pause: int = 0
+
+    def round(self, request: Request, drafter: CopyingDrafter[Any]) -> int | None:
+        """Before each round: how many tokens of a draft were right, once the text shows that; else None."""
+        if not self.tokens:
+            self.pause -= 1
+            if self.pause < 0:
+                draft = drafter.draft_one(request, LONGEST)
+                self.at, self.tokens, self.right, self.pause = len(request.tokens), draft.tokens, 0, _PAUSE
+                self.rows = 1
+                return None if draft.tokens else 0
+            return None
+        text, tokens, right, at = request.tokens, self.tokens, self.right, self.at
+        there = min(len(text) - at, len(tokens))
+        while right < there and tokens[right] == text[at + right]:
+            right += 1
+        self.right = right
+        if right == there < len(tokens):
+            return None
+        self.tokens, self.rows = (), 1 + min(right + 1, len(tokens))
+        return right

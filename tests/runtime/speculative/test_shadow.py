@@ -1,0 +1,81 @@
+"""Drafts that nobody verifies: what of them was right is what the text shows, and what a round would have accepted."""
+
+import numpy as np
+import pytest
+
+from runtime.sampling.params import Sampling
+from runtime.speculative.draft import CopyingDrafter, Draft, Request
+from runtime.speculative.draft_length import LONGEST
+from runtime.speculative.drafters.lookup import LookupDrafter
+from runtime.speculative.shadow import Shadow
+
+
+class Recording(LookupDrafter):
+    """Keeps its drafts, and where they were made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[int, list[int]]] = []
+
+    def draft_one(self, request: Request, budget: int) -> Draft:
+        draft = super().draft_one(request, budget)
+        self.made.append((len(request.tokens), list(draft.tokens)))
+        return draft
+
+
+def a_text(rng: np.random.Generator, length: int) -> list[int]:
+    """Random tokens of few kinds, with stretches that come again."""
+    tokens = [int(token) for token in rng.integers(0, 6, 20)]
+    while len(tokens) < length:
+        if rng.random() < 0.3:
+            start = int(rng.integers(0, len(tokens) - 5))
+            tokens += tokens[start : start + int(rng.integers(3, 40))]
+        else:
+            tokens += [int(token) for token in rng.integers(0, 6, 3)]
+    return tokens[:length]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_was_right_is_what_the_text_has(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    text, drafter, shadow = a_text(rng, 1500), Recording(), Shadow()
+    request = Request(0, text[:20], 20, Sampling(), 1480)
+    found: list[int] = []
+    while len(request.tokens) < len(text):
+        if (right := shadow.round(request, drafter)) is not None:
+            found.append(right)
+            _, drafted = drafter.made[-1]
+            assert shadow.rows == (1 + min(right + 1, len(drafted)) if drafted else 1)
+        done = len(request.tokens)
+        request.tokens += text[done : done + int(rng.integers(1, 7))]
+    expected = []
+    for at, tokens in drafter.made:
+        right = 0
+        while right < len(tokens) and at + right < len(text) and tokens[right] == text[at + right]:
+            right += 1
+        expected.append(right)
+    # The last one may not have been settled.
+    assert found == expected[: len(found)] and len(expected) - len(found) <= 1
+    assert len(found) > 40 and max(found) == LONGEST and 0 in found
+
+
+class Same(CopyingDrafter[None]):
+    """Always says that token 0 comes next."""
+
+    name = "same"
+
+    def draft_one(self, request: Request, budget: int) -> Draft:
+        return Draft.chain([0] * budget)
+
+
+def test_a_token_is_right_as_often_as_it_is_drawn() -> None:
+    """So that what is watched is what drafting would have been: chi-squared on one degree of freedom, at 0.1 %."""
+    rng, p, shadow, right = np.random.default_rng(3), 0.35, Shadow(), []
+    request = Request(0, [1], 1, Sampling(temperature=1.0), 10**6)
+    while len(right) < 4000:
+        if (found := shadow.round(request, Same())) is not None:
+            right.append(found)
+        request.tokens += [0 if rng.random() < p else 1 for _ in range(int(rng.integers(1, 4)))]
+    first = sum(count > 0 for count in right)
+    assert (first - p * 4000) ** 2 / (4000 * p * (1 - p)) < 10.8
+    assert np.mean(right) == pytest.approx(p / (1 - p), rel=0.08)
