@@ -8,7 +8,7 @@ from typing import Any
 Reasons = dict[str, str]
 
 NO_QUALITY = "no evaluation tokens were asked for (--eval-tokens 0)"
-NO_SPEED = "speed was not measured (--no-speed)"
+NO_SPEED = "left out (--no-speed)"
 NOT_LOADED = "neither quality nor speed was asked for, so the models were not loaded"
 TOO_FEW = "too few tokens were decoded or drafted to tell"
 

@@ -78,7 +78,10 @@ class Drafters:
         """
         for state in decoding:
             if state.asked.choice is not None:
-                _choose(state, state.asked.choice, len(decoding))
+                try:
+                    _choose(state, state.asked.choice, len(decoding))
+                except Exception as error:  # of a drafter that is watched
+                    self.failed([state], error)
         first, asking = decoding[0].proposer, decoding
         found: dict[int, int] = {}
         for state in decoding:

@@ -121,7 +121,7 @@ def test_no_path_and_no_names_of_this_machine(facts: RunFacts, context: RunConte
 def test_without_speed_everything_else_is_there(facts: RunFacts, context: RunContext) -> None:
     report = assemble.make_report(replace(facts, draft=None, draft_name=None), replace(context, speed=False)).to_dict()
     assert report["speed"]["original"] is None and report["speed"]["baselines"] is None
-    assert report["not_measured"]["speed"] == "speed was not measured (--no-speed)"
+    assert report["not_measured"]["speed"] == "left out (--no-speed)"
     assert report["quality"]["perplexity"]["compressed"] > 1
     assert report["sample"]["original"] != report["sample"]["compressed"]
 

@@ -16,6 +16,8 @@ from runtime.engine.requests import RequestOptions, finish_reason, make_request
 from runtime.errors import UserError
 from runtime.sampling.params import Sampling
 from runtime.speculative.draft import Draft, Outcome, Request
+from runtime.speculative.draft_length import Controller
+from runtime.speculative.drafters.fallback import ChosenDrafter
 from runtime.speculative.drafters.lookup import LookupDrafter
 from runtime.speculative.drafters.model import ModelDrafter
 from runtime.speculative.drafters.tree import TreeDrafter
@@ -216,3 +218,33 @@ def test_too_many_minimum_tokens_where_only_stop_tokens_can_follow(constant: Cal
     good = make_request(target, [1, 0], 9, Sampling(), (), RequestOptions(), id=1)
     run(engine, [bad, good])
     assert "min_tokens is 3" in str(bad.error) and len(good.new_tokens) == 9
+
+
+def test_a_copier_that_fails_while_it_is_watched(fake: Fake) -> None:
+    """Its texts go on without a drafter; in a strict engine it is raised."""
+
+    class Breaks(LookupDrafter):
+        calls = 0
+
+        def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+            return [super(Breaks, self).draft_one(*one) for one in zip(requests, budgets, strict=True)]
+
+        def draft_one(self, request: Request, budget: int) -> Draft:
+            self.calls += 1
+            if self.calls > 3:
+                raise RuntimeError("boom")
+            return super().draft_one(request, budget)
+
+    def engine(lenient: bool) -> tuple[Engine, Breaks]:
+        target, drafter = fake(0), Breaks()
+        chosen = ChosenDrafter([ModelDrafter(fake(0, noise=0.5)), drafter])
+        cache = target.decoder.new_cache()
+        return Engine(target.decoder, chosen, Controller(), "coupled", cache, lenient=lenient), drafter
+
+    these = requests(4, new=60)
+    running, drafter = engine(lenient=True)
+    measured = run(running, these)
+    assert drafter.calls > 3 and sum(one.drafter_faults["RuntimeError: boom"] for one in measured) > 0
+    assert all(one.error is None and one.new_tokens == alone(fake(0), one) for one in these)
+    with pytest.raises(RuntimeError, match="boom"):
+        run(engine(lenient=False)[0], requests(4, new=60))
