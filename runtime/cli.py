@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from _thread import interrupt_main
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from runtime.devices import explained
 from runtime.errors import UserError
 
 Options = TypeVar("Options")
+# An error so many seconds after Ctrl-C is what a library made of it.
+_JUST_NOW = 1.0
 
 
 def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
@@ -101,23 +104,34 @@ def without_traceback(user_errors: tuple[type[Exception], ...] = (UserError,), s
 def interrupts_wait_for_imports() -> Iterator[None]:
     """Holds Ctrl-C back while a module is being imported: torch aborts, transformers says that its install is broken.
 
-    Nothing changes off the main thread, or where somebody else handles the signal.
+    What a library makes of Ctrl-C that it was stopped by, such as a file that cannot be read, is Ctrl-C again. Nothing
+    changes off the main thread, or where somebody else handles the signal.
     """
+    heard = -_JUST_NOW
+
+    def interrupt(_number: int, frame: FrameType | None) -> None:
+        nonlocal heard
+        if any(one.f_code.co_filename.startswith("<frozen importlib") for one, _ in walk_stack(frame)):
+            threading.Timer(0.05, _interrupt).start()
+            return
+        heard = time.monotonic()
+        raise KeyboardInterrupt
+
     before = signal.getsignal(signal.SIGINT)
     ours = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
     if ours:
-        signal.signal(signal.SIGINT, _unless_importing)
+        signal.signal(signal.SIGINT, interrupt)
     try:
         yield
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
+        if time.monotonic() - heard < _JUST_NOW:
+            raise KeyboardInterrupt from error
+        raise
     finally:
         if ours:
             signal.signal(signal.SIGINT, before)
-
-
-def _unless_importing(_number: int, frame: FrameType | None) -> None:
-    if not any(one.f_code.co_filename.startswith("<frozen importlib") for one, _ in walk_stack(frame)):
-        raise KeyboardInterrupt
-    threading.Timer(0.05, _interrupt).start()
 
 
 def _interrupt() -> None:

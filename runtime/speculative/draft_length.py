@@ -16,8 +16,8 @@ from runtime.speculative.settled import TOGETHER, DraftBudget, Look, Settled, be
 from runtime.speculative.spending import SLOW, Spending, rounds_until, worth
 
 LONGEST = 16
-# How often longer drafts are looked at before a choice holds for long.
-_LOOKS = 3
+# How often longer drafts are looked at before a choice holds for long. Shorter ones are, where it holds for so long.
+_LOOKS, _SETTLED = 3, 64
 # What reading is said to take is the least of so many last times: in one alone the machine may have been elsewhere.
 # Each time that it is what keeps from drafting it counts so much less, or nobody would ever see what it really takes.
 _READ, _UNREAD = 3, 0.9
@@ -326,7 +326,7 @@ class Controller:
         """A round of drafts somewhat longer or shorter than those that look best, if it is due and can be afforded."""
         if self._rounds - self._beside_at < _HOLD:
             return None
-        near = self._beside = beside(best, len(rates) - 1, self._beside if self._opening.drafts >= _HOPEFUL else 0)
+        near = self._beside = beside(best, len(rates) - 1, self._beside if self._hold >= _SETTLED else 0)
         lost = batch * (1 + self._gains.tokens(near)[near]) * (1 / max(rates[near], 1e-9) - 1 / rates[best])
         if near == best or lost > self.spent.left_for_near(self._times.target(batch)):
             return None

@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import json
 import os
@@ -85,6 +86,32 @@ def test_ctrl_c_waits_for_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             assert takes_long.whole
             time.sleep(30)
         assert exit_.value.exit_code == 130 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_what_a_library_makes_of_ctrl_c_is_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:
+    """As safetensors does, which then says that a tensor has no shape; a later error is one again."""
+
+    def read() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(30)
+        except KeyboardInterrupt:
+            raise UserError("the tensor cannot be read") from None
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(typer.Exit) as exit_, without_traceback(stopped="go on"):
+            read()
+        assert exit_.value.exit_code == 130
+        with pytest.raises(typer.Exit) as exit_, without_traceback():
+            with contextlib.suppress(UserError):
+                read()
+            time.sleep(1.1)
+            raise UserError("another one")
+        assert exit_.value.exit_code == 2
+        assert capsys.readouterr().err == "error: stopped by Ctrl-C; go on\nerror: another one\n"
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -77,8 +77,9 @@ def nearness(texts: range, make: Callable[[], Controller], p: float, forward: Ca
 @pytest.mark.parametrize("p", [CODE, CHAT])
 def test_in_short_texts_the_length_is_near_the_best(p: float, forward: Callable[[int], float]) -> None:
     """In those after the first, and in the first one where a report knows the drafter; without, trying out costs."""
-    # Longer drafts while little is known cost half a percent where rows beyond the sixth are dear.
-    assert nearness(range(1, 5), Controller, p, forward) > (0.96 if forward is flat else 0.95)
+    # Where rows beyond the sixth are dear, longer drafts while little is known cost half a percent, and that a choice
+    # stays from text to text, which small models gain much by, one and a half.
+    assert nearness(range(1, 5), Controller, p, forward) > (0.96 if forward is flat else 0.93)
     first = nearness(range(1), Controller, p, forward)
     begun = nearness(range(1), lambda: Controller(prior=known(p, forward)), p, forward)
     assert begun > 0.92 and (0.9 if forward is flat else 0.88) < first < begun + 0.02
