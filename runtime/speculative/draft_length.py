@@ -226,7 +226,7 @@ class Controller:
                 self._take_in()
             return
         self._take_in()
-        taken = found.draft_seconds + found.target_seconds
+        taken = found.draft_seconds + found.target_seconds + found.asking
         self.spent.seconds += taken
         # Right after a draft the processor's caches hold the draft's weights: what not drafting takes, the next shows.
         changing = found.budget == 0 and self._rounds > 0 and self._last.get(True, -1) == self._rounds
@@ -295,7 +295,7 @@ class Controller:
                 forward = min(forward, SLOW * self._times.target(found.width))
             drafting = 0.0 if found.unread else min(found.draft_seconds, SLOW * plain)
             gained = sum(draft.accepted for draft in found.drafts) / found.batch
-            self.spent.probing += max(0.0, forward + drafting - (1 + gained) * plain)
+            self.spent.probing += max(0.0, forward + drafting + found.asking - (1 + gained) * plain)
 
     def _other(self, batch: int, best: int, most: int, unread: int, rates: Sequence[float]) -> DraftBudget | None:
         """A round of what looked worse, if it is due and can be afforded: drafting where none is done, or none."""

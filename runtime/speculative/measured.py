@@ -43,6 +43,7 @@ class Round(NamedTuple):
     width   rows of the target's forward.
     unread  tokens that the drafter had to read first of requests that did not draft in the round before.
     asked   of a chain of drafters how many had to be asked.
+    asking  seconds that choosing γ took.
     """
 
     batch: int
@@ -53,6 +54,7 @@ class Round(NamedTuple):
     target_seconds: float
     unread: int = 0
     asked: int = 1
+    asking: float = 0.0
 
 
 @dataclass(frozen=True)
