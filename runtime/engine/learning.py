@@ -64,10 +64,11 @@ def _learn_of_one(
     # Choosing γ is part of what a drafter costs, but not of what drafts of this γ take. Deferred ones were not timed
     # apart.
     drafting = seconds.get(proposer, drafted - started)
-    rows, rest, asking = 1 + len(draft.tokens), ended - drafted, drafted - started - drafting
+    rows, rest = 1 + len(draft.tokens), ended - drafted
+    asking = drafted - started - drafting if budget > 0 else 0.0
     if choice is not None and outcome is not None:
-        own = (drafting, rest + before, asking) if budget > 0 else (0.0, rest + before, 0.0)
-        choice.observe(state.number, Taken(1 + outcome.length, rows, *own))
+        own = drafting if budget > 0 else 0.0
+        choice.observe(state.number, Taken(1 + outcome.length, rows, own, rest + before, asking))
     controller = proposer.controller
     if controller is None:
         return
@@ -78,7 +79,6 @@ def _learn_of_one(
     if budget > 0 and outcome is not None:
         told = (Drafted(len(draft.tokens), outcome.length, draft.is_chain, outcome.path, draft.number),)
     unread = part.end - state.read if budget > 0 and not state.drafted else 0
-    asking = asking if budget > 0 else 0.0
     controller.observe(Round(1, budget, told, rows, drafting, rest, unread, proposer.asked, asking))
 
 
