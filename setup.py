@@ -35,6 +35,7 @@ KERNELS = [
     "state_space",
     "halves",
     "block_math",
+    "memory",
     "path",
 ]
 # … and once.

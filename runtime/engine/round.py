@@ -55,6 +55,8 @@ class Proposer:
         self._chained = self.drafter if isinstance(self.drafter, ChainedDrafter) else None
         parts = (self.drafter,) if self._chained is None else self._chained.drafters
         self.weighing = [part for part in parts if isinstance(part, WeighsRows)]
+        # Whose knowledge of a text drafts wait for; chains share it with others that end with the same drafter.
+        self.reader = parts[-1].name
 
     def prepare(self) -> None:
         """Tells its drafter, which others may share, what its controller allows: before it is asked for drafts."""
@@ -109,9 +111,10 @@ class RequestState:
 
     def ask(self, proposer: Proposer) -> None:
         """Has this one draft from here on; how far each has read the text is kept."""
-        if proposer is not self.proposer:
-            self._read[self.proposer.name] = self.read
-            self.proposer, self.drafted, self.read = proposer, False, self._read.get(proposer.name, 0)
+        before, self.proposer = self.proposer, proposer
+        if proposer.reader != before.reader:
+            self._read[before.reader] = self.read
+            self.drafted, self.read = False, self._read.get(proposer.reader, 0)
 
     @property
     def capacity(self) -> int:

@@ -69,7 +69,7 @@ SPECPRESS_API void specpress_sizes(int64_t* sizes) {
     sizes[4] = sizeof(Latent), sizes[5] = sizeof(Batch), sizes[6] = sizeof(Store), sizes[7] = sizeof(Heads), sizes[8] = sizeof(Angles);
     sizes[9] = sizeof(Convolution), sizes[10] = sizeof(Delta), sizes[11] = sizeof(Mamba), sizes[12] = sizeof(MlpBeside);
     sizes[13] = sizeof(LayerInputs), sizes[14] = sizeof(LayerGate), sizes[15] = sizeof(Taken), sizes[16] = sizeof(ChainNoise);
-    sizes[17] = sizeof(BlockNetwork), sizes[18] = sizeof(BlockLayer), sizes[19] = sizeof(BlockText), sizes[20] = KINDS, sizes[21] = 1;
+    sizes[17] = sizeof(BlockNetwork), sizes[18] = sizeof(BlockLayer), sizes[19] = sizeof(BlockText), sizes[20] = KINDS, sizes[21] = 2;
 }
 
 SPECPRESS_API Pool* specpress_pool_new(int64_t threads) { return new Pool(static_cast<int>(threads)); }
@@ -161,21 +161,11 @@ SPECPRESS_API void specpress_attend(int64_t path, Pool* pool, const Heads* heads
 }
 
 // Bytes per second at which the pool's threads read `size` bytes, once over. The sum keeps the reads from being dropped.
-SPECPRESS_API double specpress_read(Pool* pool, const uint8_t* data, int64_t size, uint64_t* sum) {
-    std::atomic<uint64_t> total{0};
+SPECPRESS_API double specpress_read(int64_t path, Pool* pool, const uint8_t* data, int64_t size, int64_t* sum) {
+    std::atomic<int64_t> total{0};
     const auto since = std::chrono::steady_clock::now();
-    pool->run(size / 4096, size / 4096 / (pool->threads() * 16) + 1, [&](int, int64_t begin, int64_t end) {
-        uint64_t lanes[8] = {};
-        for (const uint8_t* p = data + begin * 4096; p < data + end * 4096; p += 64) {
-            __builtin_prefetch(p + 4096);
-            uint64_t v[8];
-            std::memcpy(v, p, 64);
-            for (int i = 0; i < 8; i++) lanes[i] += v[i];
-        }
-        uint64_t own = 0;
-        for (uint64_t lane : lanes) own += lane;
-        total += own;
-    });
+    pool->run(size / 4096, size / 4096 / (pool->threads() * 16) + 1,
+              [&](int, int64_t begin, int64_t end) { total += path_of(path)->read(data + begin * 4096, (end - begin) * 4096); });
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - since).count();
     *sum = total;
     return static_cast<double>(size / 4096 * 4096) / seconds;

@@ -74,7 +74,7 @@ _SIZES = (
     BlockLayerStruct,
     BlockTextStruct,
 )
-_VERSION = 1  # of what the functions take (api.cpp)
+_VERSION = 2  # of what the functions take (api.cpp)
 _I, _P = c_int64, c_void_p
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "path": (_I, [_I]),
@@ -103,7 +103,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "move": (None, [_P, _I, _P, _I, _P, _P]),
     "attend": (None, [_I, _P, _P, _I, _I, c_float, c_float, _P, _P, _P, _P]),
     "uniforms": (None, [c_uint64, c_uint64, c_uint64, c_uint64, _I, _P]),
-    "read": (c_double, [_P, _P, _I, _P]),
+    "read": (c_double, [_I, _P, _P, _I, _P]),
 }
 
 
@@ -181,4 +181,4 @@ def bandwidth_reader(threads: int, size: int = 1 << 28) -> Callable[[], float]:
     """
     data, kept = Arena().allocate(size).fill_(1), c_int64()
     own, read = pool(threads), require().specpress_read
-    return lambda: float(read(own.handle, data.data_ptr(), size, byref(kept)))
+    return lambda: float(read(fastest(), own.handle, data.data_ptr(), size, byref(kept)))

@@ -255,6 +255,8 @@ struct Path {
     float (*weigh)(const BlockWeigh& w);
     void (*look)(const BlockLook& l);
     void (*block_step)(const BlockStep& s);
+    // Reads a multiple of 256 bytes once, as fast as it can (memory.cpp).
+    int64_t (*read)(const uint8_t* data, int64_t size);
     bool unsigned_dot;
 };
 

@@ -25,9 +25,14 @@ using specpress::Weights;
 // bandwidth.
 constexpr int64_t AHEAD = 8192;
 
-// Into the cache of the second level: on their way to the first, lines hold the few buffers that loads which miss need,
-// and four rows of int4 took 12 % longer, one row 4 %.
-inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+// Into the cache of the second level, on most processors: on their way to the first, lines hold the few buffers that loads
+// which miss need, and on Zen 4 four rows of int4 took 12 % longer, one row 4 %.
+inline void prefetch(const void* p) {
+    if (specpress::FETCHES_PAST_L2)
+        __builtin_prefetch(p, 0, 0);
+    else
+        __builtin_prefetch(p, 0, 2);
+}
 
 // Whether products of M rows fetch codes ahead. The processor does so by itself as long as it reads far enough ahead: where
 // a few rows leave it little else to do, asking for each line once more takes 8 to 20 % longer on Zen 4 (int8 at four rows,

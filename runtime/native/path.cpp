@@ -50,6 +50,7 @@ float dot(const float*, const float*, int64_t);
 float weigh(const BlockWeigh&);
 void look(const BlockLook&);
 void block_step(const BlockStep&);
+int64_t read(const uint8_t*, int64_t);
 
 extern const Path path;
 const Path path = {
@@ -57,7 +58,7 @@ const Path path = {
      linear_three_of_four},
     quantize, widen, norm, layer_norm, gated, capped, sigmoid, decay, delta_step, mamba_steps, mamba_step, to_halves, from_halves, to_codes, from_codes,
     rotate, turn, remember, attend, attend_split, choose,
-    attention_scratch, attention_part, tile_rows, largest, encode, dot, weigh, look, block_step, UNSIGNED_DOT,
+    attention_scratch, attention_part, tile_rows, largest, encode, dot, weigh, look, block_step, read, UNSIGNED_DOT,
 };
 
 }  // namespace SPECPRESS_PATH

@@ -26,12 +26,12 @@ bool has_tiles() {
 }
 #endif
 
-bool reads_little_ahead() {
+bool is_zen5() {
 #if (defined(__x86_64__) || defined(_M_X64)) && defined(__GNUC__)
     unsigned a, b, c, d;
     const bool amd = __get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx && c == signature_AMD_ecx && d == signature_AMD_edx;
     if (!amd || !__get_cpuid(1, &a, &b, &c, &d)) return false;
-    // The family: 15 and what is above it. Zen 5 is 26, Zen 3 and 4 are 25.
+    // The family: 15 and what is above it. Zen 5 is 26, Zen 3 and 4 are 25; what comes after is taken for like it.
     return (a >> 8 & 15) + (a >> 20 & 255) >= 26;
 #else
     return false;
@@ -40,7 +40,7 @@ bool reads_little_ahead() {
 
 }  // namespace
 
-const bool READS_LITTLE_AHEAD = reads_little_ahead();
+const bool READS_LITTLE_AHEAD = is_zen5(), FETCHES_PAST_L2 = is_zen5();
 
 bool may_use_tiles() {
     // Linux saves tiles for processes only that have asked for it: ARCH_REQ_XCOMP_PERM of component 18, since 5.16.

@@ -184,8 +184,6 @@ def make(
     Raises UserError as `drafter_by_name`.
     """
 
-    copying: dict[str, Drafter] = {}  # chains share them, and with them their index of each text
-
     def one(kind: str) -> Drafter:
         if (published := next((known for known in HEAD_KINDS if known == kind), None)) is not None:
             return published_drafter(target, published, heads, verify)
@@ -195,12 +193,10 @@ def make(
             return BlockDrafter(load_network(_folder(kind, target, heads, target.block_path), target), verify)
         if kind == "nested":
             return NestedDrafter(target, verify)
-        if kind in copying:
-            return copying[kind]
         if kind == "lookup":
-            return copying.setdefault(kind, LookupDrafter())
+            return LookupDrafter()
         if kind == "suffix":
-            return copying.setdefault(kind, SuffixDrafter([] if corpus is None else [_tokens(target, corpus)]))
+            return SuffixDrafter([] if corpus is None else [_tokens(target, corpus)])
         if kind == "model" and draft is not None:
             return model_drafter(target, draft, verify)
         if kind == "tree" and draft is not None:
@@ -212,9 +208,15 @@ def make(
             f"but is {kind}; choose one of them."
         )
 
+    # Chains share them, and with them what each knows of a text.
+    made: dict[str, Drafter] = {}
+
     def chain(names: str) -> Drafter:
-        made = [one(kind) for kind in names.split("+")]
-        return made[0] if len(made) == 1 else ChainedDrafter(made)
+        for kind in names.split("+"):
+            if kind not in made:
+                made[kind] = one(kind)
+        own = [made[kind] for kind in names.split("+")]
+        return own[0] if len(own) == 1 else ChainedDrafter(own)
 
     choices = name.split(",")
     if len(set(choices)) < len(choices):

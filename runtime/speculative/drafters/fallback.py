@@ -16,6 +16,7 @@ class ChainedDrafter:
     A drafter is asked only for the requests that those before it left empty, so a model costs nothing where lookup
     finds something. Which drafter it was may not depend on chance, which holds for all of ours.
 
+    each    the drafters themselves, also those of chains among them, each once: chains may share some.
     asked   how many of them the last drafts were asked of.
     limits  by number (1, …) the most tokens of a draft by some of them, which whoever chooses γ keeps up to date.
     """
@@ -27,9 +28,11 @@ class ChainedDrafter:
         if not drafters:
             raise ValueError("a chain needs at least one drafter")
         self.drafters = tuple(drafters)
+        found = [one for part in drafters for one in (part.each if isinstance(part, ChainedDrafter) else (part,))]
+        self.each = tuple(dict.fromkeys(found))
         self.name, self.asked = "+".join(drafter.name for drafter in drafters), 1
         self.limits: Mapping[int, int] = {}
-        self._readers = [drafter for drafter in drafters if isinstance(drafter, StateReader) and drafter.taps]
+        self._readers = [drafter for drafter in self.each if isinstance(drafter, StateReader) and drafter.taps]
         if len(self._readers) > self._most_readers:
             raise UserError(f"{self.name}: at most one drafter of a chain can read the target's hidden states")
 
@@ -59,11 +62,11 @@ class ChainedDrafter:
         return drafts
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        for drafter in self.drafters:
+        for drafter in self.each:
             drafter.observe(outcomes)
 
     def close(self, request: Request) -> None:
-        for drafter in self.drafters:
+        for drafter in self.each:
             drafter.close(request)
 
 

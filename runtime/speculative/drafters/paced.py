@@ -58,9 +58,16 @@ class PacedDrafter:
 
 
 def paced(drafter: Drafter) -> Drafter:
-    """The drafter, paced where it copies, and so the parts of a chain of drafters."""
-    if isinstance(drafter, ChosenDrafter):
-        return ChosenDrafter([paced(part) for part in drafter.drafters], drafter)
-    if isinstance(drafter, ChainedDrafter):
-        return ChainedDrafter([paced(part) for part in drafter.drafters])
-    return PacedDrafter(drafter) if isinstance(drafter, CopyingDrafter) else drafter
+    """The drafter, paced where it copies, and so the parts of a chain of drafters; chains share what they shared."""
+    made: dict[Drafter, Drafter] = {}
+
+    def one(drafter: Drafter) -> Drafter:
+        if isinstance(drafter, ChosenDrafter):
+            return ChosenDrafter([one(part) for part in drafter.drafters], drafter)
+        if isinstance(drafter, ChainedDrafter):
+            return ChainedDrafter([one(part) for part in drafter.drafters])
+        if not isinstance(drafter, CopyingDrafter):
+            return drafter
+        return made.setdefault(drafter, PacedDrafter(drafter))
+
+    return one(drafter)
