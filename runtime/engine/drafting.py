@@ -179,10 +179,11 @@ class Drafters:
 
         All prompts are read, which hardly costs anything; of texts that go on those whose drafter does not rest.
         """
-        readers = self.readers.by_proposer
-        return bool(readers) and any(
-            part.state.asked in readers and not (part.decoding and part.state.asked.resting) for part in batch
-        )
+        if readers := self.readers.by_proposer:
+            for part in batch:
+                if part.state.asked in readers and not (part.decoding and part.state.asked.resting):
+                    return True
+        return False
 
     def read(
         self,

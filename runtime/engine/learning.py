@@ -24,10 +24,14 @@ def learn(
              it counts for who is chosen to draft. γ has what it costs bounded otherwise.
     """
     first = batch[0].state.proposer
-    if first.resting and all(part.state.asked is first and part.budget == 0 for part in batch):
-        assert first.controller is not None
-        first.controller.rested(times[-1] - times[0])
-        return
+    if first.resting:
+        for part in batch:
+            if part.state.asked is not first or part.budget > 0:
+                break
+        else:
+            assert first.controller is not None
+            first.controller.rested(times[-1] - times[0])
+            return
     if len(batch) == 1:
         _learn_of_one(batch[0], drafts[0], outcomes[0], times, seconds, before)
         return

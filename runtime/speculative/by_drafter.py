@@ -21,6 +21,8 @@ _OTHER = 3.0
 _TEXT, _TELLING = 0.1, 6.0
 # How much a round counts in what drafting takes, and the longest that it may take, in target forwards.
 _COSTS, _SLOWEST = 0.03, 4.0
+# So many rounds change what the target is known to take: a curve that has changed is made up anew where it is read.
+_TOGETHER = 48
 
 
 # What looks at drafters that are not the best may cost: a share of all time, and so many rounds each time that there
@@ -184,11 +186,13 @@ class Usual:
     rounds, seconds   all; looking: seconds that looking has cost of them.
     target            by the texts in a round: the seconds of one text's part of the target's forward, by its rows;
                       drawing a token takes longer than finding the most probable one.
+    later             rounds by the texts in them that are not in there yet: some are taken in together.
     """
 
     phases: Mapping[bool, Phase]
     costs: dict[str, Cost]
     target: dict[int, Curve] = field(default_factory=dict)
+    later: dict[int, list[Taken]] = field(default_factory=dict)
     rounds: int = 0
     seconds: float = 0.0
     looking: float = 0.0
@@ -206,13 +210,20 @@ class Usual:
         return self.target.get(batch) or self.target[min(self.target, key=lambda texts: abs(texts - batch))]
 
     def took(self, batch: int, rounds: Sequence[Taken]) -> None:
-        """Takes in what the target's forwards for so many texts took of one."""
+        """Takes in rounds of a text, of so many texts each."""
+        self.rounds += len(rounds)
+        self.seconds += sum([one.seconds for one in rounds])
+        later = self.later.setdefault(batch, [])
+        later += rounds
         curve = self.target.get(batch)
         if curve is None:
             curve = self.target[batch] = Curve()
+        elif len(later) < _TOGETHER:
+            return
         by_rows: dict[int, list[float]] = {}
-        for one in rounds:
+        for one in later:
             by_rows.setdefault(one.rows, []).append(one.rest)
+        later.clear()
         for rows, seconds in by_rows.items():
             curve.add(rows, *seconds)
 

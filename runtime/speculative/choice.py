@@ -25,7 +25,7 @@ _SWITCH, _SURE = 0.03, 0.4
 # have left the processor's caches.
 _COLD = 2
 # A choice holds for so many rounds, and twice as long each time that it is made again; so does the pause between looks.
-_HOLD, _LONGEST_HOLD = 16, 64
+_HOLD, _LONGEST_HOLD = 32, 64
 _PAUSE, _LONGEST_PAUSE = 8, 64
 # A text repeats itself where copies gain so many tokens a round; what one such round counts in that, and a draft that
 # was only watched, which stands for some rounds.
@@ -45,7 +45,7 @@ class _Text:
     cold    rounds until its drafter takes what it usually does.
     favourites  who was thought the best last, by whether it repeated itself.
     best    the tokens per second of who looked best, during a look at another; else 0.
-    look    rounds that this look may go on.
+    look    rounds that this look may go on; charged: the seconds of what it lost that are counted already.
     pays    whether who was chosen gains clearly more than rounds without drafts.
     rounds  that it had.
     paused  by drafter: until which round it may not be looked at again; `pauses`: for how many.
@@ -63,6 +63,7 @@ class _Text:
     cold: int = 0
     best: float = 0.0
     look: int = 0
+    charged: float = 0.0
     pays: bool = False
     rounds: int = 0
     paused: dict[str, int] = field(default_factory=dict)
@@ -73,24 +74,37 @@ class _Text:
         """Whether it repeats itself."""
         return self.copied >= _REPEATS
 
-    def take_in(self, copies: bool) -> float:
-        """Learns from the rounds that were kept, all by the same drafter; copies: whether this one copies.
+    def goes_on(self) -> bool:
+        """Whether a look whose step has ended takes another one: what it loses can be afforded. Its rounds are kept."""
+        if self.look <= 0 or not self.kept:
+            return False
+        usual, lost = self.usual, self._lost(self.kept)
+        usual.looking += lost - self.charged
+        self.charged = lost
+        if _STEP * lost > len(self.kept) * usual.left_for_looks:
+            return False
+        self.left = min(_STEP, self.look)
+        self.look -= self.left
+        return True
 
-        Of a look: the seconds that a round lost.
-        """
-        if not (rounds := self.kept):
+    def _lost(self, rounds: Sequence[Taken]) -> float:
+        """The seconds that rounds of a look lost; 0 where nobody was timed before."""
+        if self.best <= 0:
             return 0.0
+        return max(0.0, sum([one.seconds for one in rounds]) - sum([one.tokens for one in rounds]) / self.best)
+
+    def take_in(self, copies: bool) -> None:
+        """Learns from the rounds that were kept, all by the same drafter; copies: whether this one copies."""
+        if not (rounds := self.kept):
+            return
         self.kept, usual = [], self.usual
-        usual.rounds += len(rounds)
-        seconds = sum([one.seconds for one in rounds])
-        usual.seconds += seconds
-        lost = max(0.0, seconds - sum([one.tokens for one in rounds]) / self.best) if self.best > 0 else 0.0
-        usual.looking += lost
         usual.took(self.batch, rounds)
+        usual.looking += self._lost(rounds) - self.charged
+        self.charged = 0.0
         # Where nobody was asked γ was 0: such rounds are alike, whoever rests.
         drafted = [one for one in rounds if one.drafting > 0]
         if not drafted:
-            return lost / len(rounds)
+            return
         by_phase: dict[bool, list[Taken]] = {}
         for one in drafted:
             by_phase.setdefault(self.repeats, []).append(one)
@@ -108,7 +122,6 @@ class _Text:
             cost.add(shown, asking=self.best == 0)
         if cold == _COLD and self.best > 0:
             cost.read(drafted[0].drafting)
-        return lost / len(rounds)
 
 
 class Choice:
@@ -146,12 +159,10 @@ class Choice:
         if known is None:
             own = {repeats: {name: Gain() for name in self.names} for repeats in (False, True)}
             known = self._texts[text] = _Text(own, self._usual[kind], self.names[0])
-        elif known.left > 0 and batch == known.batch:
+        elif batch == known.batch and (known.left > 0 or known.goes_on()):
             return known.chosen
-        lost, known.batch = known.take_in(known.chosen in self._copying), batch
-        if known.left <= 0 < known.look and _STEP * lost <= known.usual.left_for_looks:
-            known.left = min(_STEP, known.look)
-            known.look -= known.left
+        known.take_in(known.chosen in self._copying)
+        known.batch = batch
         if known.left > 0:
             return known.chosen
         known.pays, known.best = False, 0.0
@@ -204,8 +215,10 @@ class Choice:
         if known is not None:
             known.take_in(known.chosen in self._copying)
             for repeats, phase in known.usual.phases.items():
-                phase.end(known.gains[repeats])
-                phase.favourite = _best(known.usual.expected({}, repeats, known.batch), phase.favourite)
+                own = known.gains[repeats]
+                if any(gain.rounds for gain in own.values()):
+                    phase.end(own)
+                    phase.favourite = _best(known.usual.expected({}, repeats, known.batch), phase.favourite)
 
     def _rounds_of(self, known: _Text, name: str) -> int:
         """A look at a drafter."""

@@ -227,7 +227,7 @@ class Controller:
             return
         self._take_in()
         taken = found.draft_seconds + found.target_seconds + found.asking
-        self.spent.seconds += taken
+        self.spent.took(taken, found.asking)
         # Right after a draft the processor's caches hold the draft's weights: what not drafting takes, the next shows.
         changing = found.budget == 0 and self._rounds > 0 and self._last.get(True, -1) == self._rounds
         self._rounds += 1
@@ -316,7 +316,7 @@ class Controller:
             ]
             budget = max(range(1, most + 1), key=alone.__getitem__)
             choice, gained = DraftBudget(budget, 1), batch + tokens[budget]
-            seconds = gained / alone[budget] + unread * self._reading
+            seconds = gained / alone[budget] + unread * self._reading + self.spent.asking
         lost = max(0.0, seconds - gained / rate)
         if best == 0:
             self._unaffordable = rounds_until(lost - left, plain)

@@ -14,6 +14,8 @@ _NEAR, _NEAR_CREDIT = 0.0025, 2.0
 # What trying a drafter out may cost before there is much time: a share of the first text's time without drafts, but
 # neither less nor more than so many rounds of it.
 TRYING, LEAST_CREDIT, CREDIT = 0.0125, 0.75, 4.0
+# How much a round counts in what choosing γ takes.
+_ASKING = 0.1
 # A round that takes more than so many times as long as it should was one in which the machine was elsewhere.
 SLOW = 2.0
 
@@ -22,7 +24,7 @@ SLOW = 2.0
 class Spending:
     """Seconds that finding out has cost, and how many more it may; `plain` is what a round without drafts takes.
 
-    seconds   of all rounds.
+    seconds   of all rounds; asking: of choosing γ in a round in which that was done, a fading mean.
     probing   of drafts until one was accepted, and later of those that were looked at where none are made.
     checking  of rounds without drafts where drafts are made.
     near      of drafts somewhat longer or shorter than those that look best.
@@ -34,6 +36,13 @@ class Spending:
     checking: float = 0.0
     near: float = 0.0
     credit: float = 0.0
+    asking: float = 0.0
+
+    def took(self, seconds: float, asking: float) -> None:
+        """Takes in a round of so many seconds, of which choosing γ took `asking`; 0: it was not done, or not timed."""
+        self.seconds += seconds
+        if asking > 0:
+            self.asking += (_ASKING if self.asking else 1.0) * (asking - self.asking)
 
     def begin(self, missing: int) -> None:
         """The first text begins, which may become `missing` tokens longer."""

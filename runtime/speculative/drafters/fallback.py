@@ -29,7 +29,7 @@ class ChainedDrafter:
             raise ValueError("a chain needs at least one drafter")
         self.drafters = tuple(drafters)
         found = [one for part in drafters for one in (part.each if isinstance(part, ChainedDrafter) else (part,))]
-        self.each = tuple(dict.fromkeys(found))
+        self.each: tuple[Drafter, ...] = tuple(dict.fromkeys(found))
         self.name, self.asked = "+".join(drafter.name for drafter in drafters), 1
         self.limits: Mapping[int, int] = {}
         self._readers = [drafter for drafter in self.each if isinstance(drafter, StateReader) and drafter.taps]

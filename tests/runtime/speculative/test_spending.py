@@ -12,6 +12,13 @@ def test_the_credit_is_a_share_of_the_first_text(missing: int, credit: float) ->
     assert spent.left_for_drafts(0.5) == pytest.approx(credit * 0.5)
 
 
+def test_choosing_takes_what_it_took_where_it_was_timed() -> None:
+    spent = Spending()
+    for seconds, asking in ((1.0, 0.0), (1.0, 0.2), (2.0, 0.0), (1.0, 0.3)):
+        spent.took(seconds, asking)
+    assert spent.seconds == 5.0 and 0.2 < spent.asking < 0.3
+
+
 def test_what_was_spent_is_gone_until_time_has_passed() -> None:
     spent = Spending()
     spent.begin(200)

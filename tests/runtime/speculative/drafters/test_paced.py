@@ -9,7 +9,7 @@ from runtime import Speculator
 from runtime.sampling.params import Sampling
 from runtime.speculative.draft import Outcome, Request
 from runtime.speculative.draft_length import LONGEST
-from runtime.speculative.drafters.fallback import ChainedDrafter
+from runtime.speculative.drafters.fallback import ChainedDrafter, ChosenDrafter
 from runtime.speculative.drafters.lookup import LookupDrafter
 from runtime.speculative.drafters.model import ModelDrafter
 from runtime.speculative.drafters.paced import PacedDrafter, paced
@@ -60,6 +60,15 @@ def test_only_what_copies_is_paced(fake: Fake) -> None:
     chain = paced(ChainedDrafter([LookupDrafter(), model]))
     assert paced(model) is model and isinstance(chain, ChainedDrafter) and chain.name == "lookup+model"
     assert isinstance(chain.drafters[0], PacedDrafter) and chain.drafters[1] is model
+
+
+def test_what_chains_share_they_share_paced(fake: Fake) -> None:
+    lookup, model = LookupDrafter(), ModelDrafter(fake(0))
+    chosen = paced(ChosenDrafter([model, ChainedDrafter([lookup, model]), lookup]))
+    assert isinstance(chosen, ChosenDrafter) and chosen.each == (model, chosen.drafters[2])
+    one = request()
+    assert lengths(chosen.drafters[2], one, [None, None]) == [2, 4]
+    assert lengths(chosen.drafters[1], one, [None]) == [8]
 
 
 @pytest.mark.parametrize("gamma", [5, None])

@@ -15,7 +15,7 @@ from runtime.sampling.noise import exponential, race
 from runtime.sampling.params import Sampling
 from runtime.speculate import Speculator
 from runtime.speculative.draft import Draft, Outcome, Request
-from runtime.speculative.drafters.fallback import ChainedDrafter
+from runtime.speculative.drafters.fallback import ChainedDrafter, ChosenDrafter
 from runtime.speculative.drafters.lookup import LookupDrafter
 from runtime.speculative.drafters.model import ModelDrafter
 from runtime.speculative.drafters.other_tokenizer import ReencodedDrafter, model_drafter
@@ -118,6 +118,16 @@ def test_the_next_drafter_is_asked_where_one_finds_nothing() -> None:
     assert len(second.asked) == 1
     with pytest.raises(ValueError, match="at least one"):
         ChainedDrafter([])
+
+
+def test_a_drafter_that_chains_share_is_told_once() -> None:
+    first, second = Fixed("lookup", {}), Fixed("model", {0: Draft([9], [-1])})
+    chosen = ChosenDrafter([second, ChainedDrafter([first, second]), first])
+    assert chosen.name == "model,lookup+model,lookup" and chosen.each == (second, first)
+    outcome = Outcome(request([1]), [0], 1)
+    chosen.observe([outcome])
+    chosen.close(request([1], 5))
+    assert first.observed == second.observed == [outcome] and first.closed == second.closed == [5]
 
 
 # Another tokenizer.
