@@ -290,6 +290,8 @@ def pruned(draft: Draft, grammar: Constraint) -> Draft:
 
 def _choose(state: RequestState, choice: Choice, batch: int) -> None:
     """Has the drafter draft that the choice names for this request, in a round of `batch` requests."""
+    if not state.proposer.resting and choice.holds(state.number, batch):
+        return
     kind = GREEDY if state.request.sampling.greedy else SAMPLED
     if isinstance(drafter := state.asked.drafter, ChosenDrafter) and drafter.copying:
         drafter.watch(state.request, state.number)

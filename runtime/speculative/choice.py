@@ -135,6 +135,8 @@ class Choice:
         if len(set(names)) != len(names) or len(names) < 2:
             raise ValueError(f"to choose takes two or more drafters of different names, not {', '.join(names)}")
         self.names, self._copying = tuple(names), frozenset(copying)
+        # Who, while it drafts, leaves nobody to be watched; with two that copy there is no such drafter.
+        self._alone = next(iter(copying)) if len(copying) == 1 else ""
         self._usual = {kind: Usual.of(names) for kind in KINDS}
         self._texts: dict[int, _Text] = {}
 
@@ -142,6 +144,12 @@ class Choice:
         """Who drafts for this text, until others are chosen; None: nobody was chosen yet."""
         known = self._texts.get(text)
         return None if known is None else known.chosen
+
+    def holds(self, text: int, batch: int) -> bool:
+        """Whether whoever drafts for this text goes on in a round of `batch` texts, and nobody has to be watched: most
+        rounds are such, and small models feel what asking takes."""
+        known = self._texts.get(text)
+        return known is not None and known.left > 0 and batch == known.batch and self._alone == known.chosen
 
     def wakes(self, text: int) -> bool:
         """Whether the drafter that was named last for this text is to draft even if its γ is 0: it is looked at, or has

@@ -154,6 +154,25 @@ def test_texts_are_those_of_plain_decoding(target: Model, name: str, sampling: S
     assert min(drafter.choice.timed(kind).values()) > 0 and max(drafter.choice.timed(other).values()) == 0
 
 
+def test_only_who_leaves_nobody_to_be_watched_goes_on_unasked() -> None:
+    shown = Taken(4, 5, 0.1, 0.9)
+
+    def held(names: tuple[str, ...], copying: tuple[str, ...]) -> list[bool]:
+        """Whether rounds went on unasked; the first drafter is the only one that gains anything."""
+        choice, found = Choice(names, copying), []
+        for _ in range(200):
+            found.append(choice.holds(0, 1))
+            name = choice.next(0, 1)
+            assert not choice.holds(0, 2) and not choice.holds(1, 1)
+            choice.observe(0, shown if name == names[0] else Taken(1, 5, 5.0, 0.9))
+        return found
+
+    lookup = held(("lookup", "model"), ("lookup",))
+    assert not lookup[0] and sum(lookup) > 150
+    assert sum(held(("model", "lookup"), ("lookup",))) < 20
+    assert not any(held(("lookup", "suffix"), ("lookup", "suffix")))
+
+
 def test_chains_share_their_drafters(target: Model) -> None:
     """So that what one has read of a text the other need not read again."""
     drafter = drafter_by_name(target, "model,lookup+model,lookup", PAIR / "draft").drafter
