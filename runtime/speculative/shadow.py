@@ -11,8 +11,8 @@ from typing import Any
 from runtime.speculative.draft import CopyingDrafter, Request
 from runtime.speculative.draft_length import LONGEST
 
-# From one draft to the next, in rounds; twice as many each time that nothing of one was right.
-_PAUSE, _LONGEST_PAUSE = 4, 8
+# From one draft to the next, in rounds.
+_PAUSE = 4
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Shadow:
     at      the length of the text when it was made.
     tokens  of which so many were `right` as far as the text goes.
     rows    of the round that it would have been: copies are a token longer than what of them was right lately.
-    pause   rounds until the next one; wait: how many these were last.
+    pause   rounds until the next one.
     """
 
     at: int = 0
@@ -30,7 +30,6 @@ class Shadow:
     right: int = 0
     rows: int = 1
     pause: int = 0
-    wait: int = _PAUSE
 
     def round(self, request: Request, drafter: CopyingDrafter[Any]) -> int | None:
         """Before each round: how many tokens of a draft were right, once the text shows that; else None."""
@@ -38,8 +37,9 @@ class Shadow:
             self.pause -= 1
             if self.pause < 0:
                 draft = drafter.draft_one(request, LONGEST)
-                self.at, self.tokens, self.right, self.rows = len(request.tokens), draft.tokens, 0, 1
-                return None if draft.tokens else self._ended(0)
+                self.at, self.tokens, self.right, self.pause = len(request.tokens), draft.tokens, 0, _PAUSE
+                self.rows = 1
+                return None if draft.tokens else 0
             return None
         text, tokens, right, at = request.tokens, self.tokens, self.right, self.at
         there = min(len(text) - at, len(tokens))
@@ -49,8 +49,4 @@ class Shadow:
         if right == there < len(tokens):
             return None
         self.tokens, self.rows = (), 1 + min(right + 1, len(tokens))
-        return self._ended(right)
-
-    def _ended(self, right: int) -> int:
-        self.pause = self.wait = _PAUSE if right else min(2 * self.wait, _LONGEST_PAUSE)
         return right

@@ -1,7 +1,5 @@
 """Drafts that nobody verifies: what of them was right is what the text shows, and what a round would have accepted."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 
@@ -81,23 +79,3 @@ def test_a_token_is_right_as_often_as_it_is_drawn() -> None:
     first = sum(count > 0 for count in right)
     assert (first - p * 4000) ** 2 / (4000 * p * (1 - p)) < 10.8
     assert np.mean(right) == pytest.approx(p / (1 - p), rel=0.08)
-
-
-def test_drafts_come_seldom_while_nothing_of_them_is_right() -> None:
-    shadow, request = Shadow(), Request(0, [1], 1, Sampling(), 10**6)
-
-    def drafts(token: int, rounds: int) -> list[int]:
-        """The rounds in which one was made, of a text that goes on with this token."""
-        made = []
-        for number in range(rounds):
-            before = shadow.tokens
-            shadow.round(request, Same())
-            if shadow.tokens and not before:
-                made.append(number)
-            request.tokens.append(token)
-        return made
-
-    assert drafts(1, 40) == [0, 10, 20, 30]
-    # Once some was right they come as often as at first.
-    seen = drafts(0, 100)
-    assert seen[0] <= 1 and {later - one for one, later in pairwise(seen)} == {LONGEST + 5}
