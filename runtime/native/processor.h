@@ -19,7 +19,8 @@ bool may_use_tiles();
 extern const bool READS_LITTLE_AHEAD;
 
 // Whether codes are fetched into the cache of the first level alone, past that of the second, which they would only fill
-// with what nothing reads again. On Zen 5 products then take 2 to 9 % less time; of other processors it is not known.
+// with what nothing reads again. On Zen 5 most products then take up to 10 % less time (docs/kernels.md); of other
+// processors it is not known.
 extern const bool FETCHES_PAST_L2;
 
 }  // namespace specpress
