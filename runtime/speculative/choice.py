@@ -42,6 +42,7 @@ class _Text:
     usual   what texts of its kind gained and took.
     chosen  who drafts, for `left` rounds more; `hold`: for how many it was chosen.
     batch   of how many texts its rounds are; kept: those since the last choice.
+    watched by whether it repeated itself, and by drafter: tokens and rows of drafts that were watched since then.
     cold    rounds until its drafter takes what it usually does.
     favourites  who was thought the best last, by whether it repeated itself.
     best    the tokens per second of who looked best, during a look at another; else 0.
@@ -60,6 +61,9 @@ class _Text:
     hold: int = _HOLD
     batch: int = 1
     kept: list[Taken] = field(default_factory=list)
+    watched: Mapping[bool, dict[str, tuple[list[int], list[int]]]] = field(
+        default_factory=lambda: {repeats: {} for repeats in (False, True)}
+    )
     cold: int = 0
     best: float = 0.0
     look: int = 0
@@ -94,10 +98,16 @@ class _Text:
         return max(0.0, sum([one.seconds for one in rounds]) - sum([one.tokens for one in rounds]) / self.best)
 
     def take_in(self, copies: bool) -> None:
-        """Learns from the rounds that were kept, all by the same drafter; copies: whether this one copies."""
+        """Learns from the rounds that were kept, all by the same drafter, and from drafts that were watched; copies:
+        whether this one copies."""
+        usual = self.usual
+        for repeats, by_name in self.watched.items():
+            for name, (tokens, rows) in by_name.items():
+                usual.phases[repeats].gained(self.gains[repeats][name], name, tokens, sum(rows))
+            by_name.clear()
         if not (rounds := self.kept):
             return
-        self.kept, usual = [], self.usual
+        self.kept = []
         usual.took(self.batch, rounds)
         usual.looking += self._lost(rounds) - self.charged
         self.charged = 0.0
@@ -105,11 +115,13 @@ class _Text:
         drafted = [one for one in rounds if one.drafting > 0]
         if not drafted:
             return
-        by_phase: dict[bool, list[Taken]] = {}
-        for one in drafted:
-            by_phase.setdefault(self.repeats, []).append(one)
-            if copies:
-                self.copied += _COPIED * (one.tokens - self.copied)
+        by_phase: dict[bool, list[Taken]] = {self.repeats: drafted}
+        if copies:
+            by_phase, copied = {}, self.copied
+            for one in drafted:
+                by_phase.setdefault(copied >= _REPEATS, []).append(one)
+                copied += _COPIED * (one.tokens - copied)
+            self.copied = copied
         for repeats, some in by_phase.items():
             own = self.gains[repeats][self.chosen]
             usual.phases[repeats].gained(
@@ -215,7 +227,9 @@ class Choice:
             # Who is the best now is to draft now.
             known.paused = {one: max(known.paused.get(one, 0), known.rounds + _PAUSE) for one in self.names}
         known.copied = copied
-        known.usual.phases[repeats].gained(known.gains[repeats][name], name, (tokens,), rows)
+        seen = known.watched[repeats].setdefault(name, ([], []))
+        seen[0].append(tokens)
+        seen[1].append(rows)
 
     def close(self, text: int) -> None:
         """The text has ended."""

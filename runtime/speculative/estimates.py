@@ -4,7 +4,7 @@ All fade: what was seen lately counts more.
 """
 
 import math
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -68,6 +68,11 @@ class Curve:
 
     def at(self, x: float) -> float:
         """The time at x; 0 where nothing was measured."""
+        known = self.known
+        if known and known[0] < x <= known[-1]:
+            values, place = self._values or self._find(), bisect_left(known, x)
+            low, high, begin = values[place - 1], values[place], known[place - 1]
+            return low + (high - low) * (x - begin) / (known[place] - begin)
         return self.along((x,))[0]
 
     def along(self, xs: Sequence[float]) -> list[float]:

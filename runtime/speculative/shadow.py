@@ -11,8 +11,10 @@ from typing import Any
 from runtime.speculative.draft import CopyingDrafter, Request
 from runtime.speculative.draft_length import LONGEST
 
-# From one draft to the next, in rounds.
-_PAUSE = 4
+# From one draft to the next, in rounds: more after each that was wrong from the beginning.
+_LONGEST_PAUSE = 4
+# So many tokens that were right need not wait for the rest: whoever drafts meanwhile may take a millisecond for a few.
+_CLEAR = 6
 
 
 @dataclass
@@ -22,31 +24,37 @@ class Shadow:
     at      the length of the text when it was made.
     tokens  of which so many were `right` as far as the text goes.
     rows    of the round that it would have been: copies are a token longer than what of them was right lately.
-    pause   rounds until the next one.
+    wait    rounds until the next one; pause: how many they are after one that was wrong.
     """
 
     at: int = 0
     tokens: Sequence[int] = ()
     right: int = 0
     rows: int = 1
+    wait: int = 0
     pause: int = 0
 
     def round(self, request: Request, drafter: CopyingDrafter[Any]) -> int | None:
         """Before each round: how many tokens of a draft were right, once the text shows that; else None."""
         if not self.tokens:
-            self.pause -= 1
-            if self.pause < 0:
-                draft = drafter.draft_one(request, LONGEST)
-                self.at, self.tokens, self.right, self.pause = len(request.tokens), draft.tokens, 0, _PAUSE
-                self.rows = 1
-                return None if draft.tokens else 0
-            return None
+            self.wait -= 1
+            if self.wait >= 0:
+                return None
+            draft = drafter.draft_one(request, LONGEST)
+            self.at, self.tokens, self.right, self.rows = len(request.tokens), draft.tokens, 0, 1
+            return None if draft.tokens else self._found(0)
         text, tokens, right, at = request.tokens, self.tokens, self.right, self.at
         there = min(len(text) - at, len(tokens))
         while right < there and tokens[right] == text[at + right]:
             right += 1
         self.right = right
-        if right == there < len(tokens):
+        if right == there < len(tokens) and right < _CLEAR:
             return None
-        self.tokens, self.rows = (), 1 + min(right + 1, len(tokens))
+        self.rows = 1 + min(right + 1, len(tokens))
+        return self._found(right)
+
+    def _found(self, right: int) -> int:
+        self.tokens = ()
+        self.pause = 0 if right else min(2 * self.pause + 1, _LONGEST_PAUSE)
+        self.wait = self.pause
         return right

@@ -19,6 +19,7 @@ def test_a_curve_never_falls_and_never_grows_faster_than_the_work(points: dict[i
     assert curve.at(x) <= max(points.values()) * max(1, x / max(points)) + 1e-9
     found = [curve.at(at) for at in range(1, 61)]
     assert all(later >= sooner - 1e-9 for sooner, later in pairwise(found))
+    assert found == curve.along(range(1, 61)) and [curve.at(x)] == curve.along((x,))
     assert Curve().at(x) == 0
 
 
