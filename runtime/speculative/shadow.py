@@ -35,7 +35,12 @@ class Shadow:
     pause: int = 0
 
     def round(self, request: Request, drafter: CopyingDrafter[Any]) -> int | None:
-        """Before each round: how many tokens of a draft were right, once the text shows that; else None."""
+        """Before each round: how many tokens of a draft were right, once the text shows that, or how many are so far,
+        once they are _CLEAR; else None.
+
+        So long copies count for less than they would gain, and stretches in which copies are right for more drafts: it
+        matters more that they are heard of soon.
+        """
         if not self.tokens:
             self.wait -= 1
             if self.wait >= 0:
