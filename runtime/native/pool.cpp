@@ -1,5 +1,6 @@
 #include "pool.h"
 
+#include <algorithm>
 #include <chrono>
 
 #if defined(__unix__) || defined(__APPLE__)
@@ -66,16 +67,21 @@ void Pool::take(int thread) {
     for (int turn = 0; turn < threads_; turn++) {
         Share& share = shares_[static_cast<size_t>((thread + turn) % threads_)];
         for (;;) {
-            const int64_t begin = share.next.fetch_add(piece_, std::memory_order_relaxed);
+            int64_t begin = share.next.load(std::memory_order_relaxed), end = begin;
+            do {
+                const int64_t left = share.end - begin;
+                if (left <= 0) break;
+                end = begin + std::min(left, std::max(cut_.least, std::min(cut_.most, left / 4)));
+            } while (!share.next.compare_exchange_weak(begin, end, std::memory_order_relaxed));
             if (begin >= share.end) break;
-            call_(context_, thread, begin, begin + piece_ < share.end ? begin + piece_ : share.end);
+            call_(context_, thread, begin, end);
         }
     }
 }
 
-void Pool::share(int64_t count, int64_t piece, Call call, void* context) {
+void Pool::share(int64_t count, Cut cut, Call call, void* context) {
     std::lock_guard<std::mutex> one(callers_);
-    call_ = call, context_ = context, piece_ = piece;
+    call_ = call, context_ = context, cut_ = cut;
     for (int i = 0; i < threads_; i++) {
         shares_[static_cast<size_t>(i)].next.store(count * i / threads_, std::memory_order_relaxed);
         shares_[static_cast<size_t>(i)].end = count * (i + 1) / threads_;

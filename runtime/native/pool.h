@@ -7,9 +7,15 @@
 #include <cstdint>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace specpress {
+
+// How a call is cut: pieces of a quarter of what its thread has left, but at least and at most so many.
+struct Cut {
+    int64_t least, most;
+};
 
 class Pool {
    public:
@@ -20,23 +26,30 @@ class Pool {
 
     int threads() const { return threads_; }
 
-    // f(thread, begin, end) over 0..count in pieces of `piece`. Each thread walks its own share from front to back, so that
-    // what it reads is one stream, and then helps with what others have left. What f computes must not depend on the cut. One caller at a time; in a forked child the caller works alone.
+    // f(thread, begin, end) over 0..count. Each thread walks its own share from front to back, so that what it reads is one
+    // stream, and then helps with what others have left. What f computes must not depend on the cut. One caller at a time; in
+    // a forked child the caller works alone.
     template <class F>
-    void run(int64_t count, int64_t piece, F&& f) {
+    void run(int64_t count, Cut cut, F&& f) {
         if (count <= 0) return;
-        if (piece < 1) piece = 1;
-        if (threads_ == 1 || count <= piece || forked()) {
+        if (cut.least < 1) cut.least = 1;
+        if (threads_ == 1 || count <= cut.least || forked()) {
             f(0, static_cast<int64_t>(0), count);
             return;
         }
         auto call = [](void* context, int thread, int64_t begin, int64_t end) { (*static_cast<F*>(context))(thread, begin, end); };
-        share(count, piece, call, &f);
+        share(count, cut, call, &f);
+    }
+
+    // The same in pieces of `piece`.
+    template <class F>
+    void run(int64_t count, int64_t piece, F&& f) {
+        run(count, Cut{piece, piece}, std::forward<F>(f));
     }
 
    private:
     using Call = void (*)(void*, int, int64_t, int64_t);
-    void share(int64_t count, int64_t piece, Call call, void* context);
+    void share(int64_t count, Cut cut, Call call, void* context);
     void work(int thread);
     void take(int thread);
     bool forked() const;
@@ -47,7 +60,7 @@ class Pool {
     std::mutex callers_;
     Call call_ = nullptr;
     void* context_ = nullptr;
-    int64_t piece_ = 1;
+    Cut cut_ = {1, 1};
     std::atomic<bool> stop_{false};  // also read by a worker that comes late to a call that is over
     // Per thread: where its share goes on, and where it ends.
     struct alignas(64) Share {

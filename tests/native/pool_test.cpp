@@ -1,6 +1,7 @@
 // The pool: every item once, whoever takes it; sleeping, waking and ending at any moment.
 #include "pool.h"
 
+#include <algorithm>
 #include <chrono>
 #include <thread>
 
@@ -17,16 +18,21 @@ void items_once(int threads, int64_t runs) {
     Random random(static_cast<uint64_t>(threads));
     expect(pool.threads() == (threads < 1 ? 1 : threads), "a pool has the threads it was asked for");
     for (int64_t i = 0; i < runs; i++) {
-        const int64_t count = random.whole(0, 40), piece = random.whole(-1, 9);
+        const int64_t count = random.whole(0, 40), least = random.whole(-1, 9);
+        const specpress::Cut cut = {least, i % 2 ? least : random.whole(0, 40)};
+        const int64_t largest = pool.threads() == 1 || count <= least ? count : std::max<int64_t>({1, cut.least, cut.most});
         std::vector<int> seen(static_cast<size_t>(count));
         std::vector<int64_t> by(static_cast<size_t>(pool.threads()));
-        pool.run(count, piece, [&](int thread, int64_t begin, int64_t end) {
+        std::vector<int64_t> pieces(static_cast<size_t>(pool.threads()));
+        pool.run(count, cut, [&](int thread, int64_t begin, int64_t end) {
             for (int64_t item = begin; item < end; item++) seen[item]++;
+            pieces[thread] = std::max(pieces[thread], end - begin);
             by[thread] += end - begin;
         });
         int64_t taken = 0;
         for (int64_t own : by) taken += own;
         expect(taken == count, "the threads' shares add up");
+        for (int64_t piece : pieces) expect(piece <= largest, "no piece is larger than asked for");
         for (int times : seen) expect(times == 1, "each item runs once");
         // Now and then longer than the workers' patience: they fall asleep and must be woken.
         if (i % 64 == 63) std::this_thread::sleep_for(std::chrono::microseconds(random.whole(100, 900)));
