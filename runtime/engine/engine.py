@@ -30,11 +30,12 @@ from runtime.engine.round import (
     account,
     append_accepted,
     note_round,
+    resting,
     roll_back,
     shares_of,
     verify,
 )
-from runtime.engine.schedule import Budgets, no_budgets, plan_round
+from runtime.engine.schedule import no_budgets, plan_round
 from runtime.engine.taken import with_taps
 from runtime.errors import UserError
 from runtime.speculative.draft import Draft, Drafter, Outcome, Request, Rule
@@ -152,9 +153,13 @@ class Engine:
         verified = self.clock.now()
         if found.out.taken is not None:
             self._drafters.read(batch, drafts, outcomes, found.out.taken)
-        self._drafters.observe(batch, outcomes)
+        rests = resting(batch)
+        if rests is None:
+            self._drafters.observe(batch, outcomes)
         times = (started, drafted, verified, self.clock.now())
-        if self._drafters.learning and all(part.decoding for part in batch):
+        if rests is not None:
+            rests.rested(times[-1] - started)
+        elif self._drafters.learning:
             learn(batch, drafts, outcomes, times, seconds, self._learning)
             self._learning = self.clock.now() - times[-1]
         changed, shares = [], shares_of(batch, drafts, times)
@@ -215,10 +220,8 @@ class Engine:
     def _schedule(self) -> list[ScheduledRequest]:
         """What goes into the next forward; requests that the cache has no room for are preempted."""
         while self._running:
-            if self._apart:
-                batch = self._plan(self._apart[:1], no_budgets)
-            else:
-                batch = self._plan(self._running, self._drafters.budgets)
+            running, budgets = (self._apart[:1], no_budgets) if self._apart else (self._running, self._drafters.budgets)
+            batch = plan_round(running, self._cache, self._vocab_size, budgets)
             if self._fits(batch):
                 return batch
             batch = [part._replace(budget=0) for part in batch]
@@ -235,9 +238,6 @@ class Engine:
             newest.metrics.preemptions += 1
             self._waiting.appendleft(newest)
         return []
-
-    def _plan(self, running: Sequence[RequestState], budgets: Budgets) -> list[ScheduledRequest]:
-        return plan_round(running, self._cache, self._vocab_size, budgets)
 
     def _fits(self, batch: Sequence[ScheduledRequest]) -> bool:
         if not self._paged:

@@ -17,21 +17,14 @@ def learn(
     seconds: Mapping[Proposer, float],
     before: float = 0.0,
 ) -> None:
-    """Tells the controllers of a round in which every request went on with its text; arguments: see `round.shares_of`.
+    """Tells the controllers of a round, unless a request read of its prompt; arguments: see `round.shares_of`.
 
     seconds  what each drafter took. Where several share the round the target's time counts by rows.
     before   seconds that learning from the round before took, most of it where something was drafted: of one text alone
              it counts for who is chosen to draft. γ has what it costs bounded otherwise.
     """
-    first = batch[0].state.proposer
-    if first.resting:
-        for part in batch:
-            if part.state.asked is not first or part.budget > 0:
-                break
-        else:
-            assert first.controller is not None
-            first.controller.rested(times[-1] - times[0])
-            return
+    if not all(part.decoding for part in batch):
+        return
     if len(batch) == 1:
         _learn_of_one(batch[0], drafts[0], outcomes[0], times, seconds, before)
         return

@@ -150,6 +150,17 @@ class ScheduledRequest(NamedTuple):
         return self.first + self.fed
 
 
+def resting(batch: Sequence[ScheduledRequest]) -> Controller | None:
+    """Who is told that a round of one resting drafter's requests rested, and nothing else; None: it is another one."""
+    first = batch[0].state.proposer
+    if not first.resting:
+        return None
+    for part in batch:
+        if part.state.asked is not first or part.budget > 0 or not part.decoding:
+            return None
+    return first.controller
+
+
 def aligned(batch: Sequence[ScheduledRequest], drafts: Sequence[Draft]) -> list[Draft]:
     """A draft for each part of the round, from those of the parts with a budget."""
     found = iter(drafts)

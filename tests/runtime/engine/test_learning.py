@@ -1,6 +1,6 @@
 """What controllers are told of rounds: what drafts took, without what choosing their γ took."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -9,7 +9,7 @@ from runtime import Model, load
 from runtime.engine import metrics
 from runtime.engine.engine import Engine
 from runtime.sampling.params import Sampling
-from runtime.speculative.draft import Draft, Request
+from runtime.speculative.draft import Draft, Outcome, Request
 from runtime.speculative.draft_length import Controller
 from runtime.speculative.drafters.lookup import LookupDrafter
 from runtime.speculative.measured import Round
@@ -55,3 +55,42 @@ def test_choosing_is_not_drafting(target: Model, together: int, monkeypatch: pyt
     for one in drafted:
         assert 2.0 * len(one.drafts) <= one.draft_seconds < 2.0 * one.batch + 1
     assert all(one.target_seconds < 1 for one in drafted)
+
+
+def test_a_round_that_rests_is_told_to_its_controller_alone(target: Model) -> None:
+    rested, observed, heard = list[float](), list[Round](), list[int]()
+
+    class Rests(Controller):
+        rests = True
+
+        def resting(self, batch: int) -> bool:
+            return self.rests
+
+        def rested(self, seconds: float) -> None:
+            rested.append(seconds)
+
+        def next_budget(self, batch: int, missing: int, alone: bool = True, unread: int = 1) -> DraftBudget:
+            return DraftBudget(min(2, missing), batch)
+
+        def observe(self, found: Round) -> None:
+            observed.append(found)
+
+    class Hears(LookupDrafter):
+        def observe(self, outcomes: Sequence[Outcome]) -> None:
+            heard.append(len(outcomes))
+
+    controller = Rests()
+    engine = Engine(target.decoder, Hears(), controller, "coupled", target.decoder.new_cache())
+    for number in range(2):
+        tokens = target.tokenizer.encode("x = x = x =")
+        engine.add(Request(number, tokens, len(tokens), Sampling(), 40), metrics.Metrics())
+        controller.rests = number > 0
+        engine.step()  # reads the prompt: of that no controller is told, whether it rests or not
+        assert len(rested) + len(observed) == 6 * number
+        for told in range(1, 7):
+            controller.rests = told % 3 != 0
+            engine.step()
+            assert len(rested) + len(observed) == 6 * number + told
+    assert min(rested) > 0 and len(rested) == 8 and [one.budget for one in observed] == [2] * 4
+    # The drafter hears of the rounds that were not rests: the first prompt's among them.
+    assert heard == [1, 1, 1, 2, 2]
