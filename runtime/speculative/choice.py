@@ -187,9 +187,13 @@ class Choice:
             return known.chosen
         known.pays, known.best = False, 0.0
         repeats = known.repeats
-        found = known.usual.expected(known.gains[repeats], repeats, batch)
-        before = known.favourites.get(repeats, known.usual.phases[repeats].favourite)
-        best = known.favourites[repeats] = _best(found, before)
+        gained, usual, phase = known.gains[repeats], known.usual, known.usual.phases[repeats]
+        if fresh := repeats not in known.favourites:
+            found = usual.expected({}, repeats, batch)
+            known.favourites[repeats] = phase.favourite = _best(found, phase.favourite)
+        if not fresh or any(gain.rounds for gain in gained.values()):
+            found = usual.expected(gained, repeats, batch)
+        best = known.favourites[repeats] = _best(found, known.favourites[repeats])
         look = self._look(known, best, found)
         if look is not None:
             pause = known.pauses[look] = min(2 * known.pauses.get(look, _PAUSE // 2), _LONGEST_PAUSE)
@@ -201,7 +205,7 @@ class Choice:
         known.look = 0
         if best != known.chosen:
             known.cold = _COLD
-        known.pays = 0 < _PAYS < found[best].rate * known.usual.forward(batch).at(1)
+        known.pays = 0 < _PAYS < found[best].rate * usual.forward(batch).at(1)
         known.hold = min(2 * known.hold, _LONGEST_HOLD) if best == known.chosen else _HOLD
         known.chosen, known.left = best, known.hold
         known.pauses.pop(best, None)
@@ -237,10 +241,7 @@ class Choice:
         if known is not None:
             known.take_in(known.chosen in self._copying)
             for repeats, phase in known.usual.phases.items():
-                own = known.gains[repeats]
-                if any(gain.rounds for gain in own.values()):
-                    phase.end(own)
-                    phase.favourite = _best(known.usual.expected({}, repeats, known.batch), phase.favourite)
+                phase.end(known.gains[repeats])
 
     def _rounds_of(self, known: _Text, name: str) -> int:
         """A look at a drafter."""

@@ -164,7 +164,7 @@ class Controller:
             return DraftBudget(held.within(most), batch)
         rates = self.rates(batch, most)
         best = self._hopeful(rates)
-        if batch == held.batch and 0 < held.budget <= most and rates[held.budget] >= (1 - _HARDLY) * rates[best]:
+        if batch == held.batch and 0 < held.budget < len(rates) and rates[held.budget] >= (1 - _HARDLY) * rates[best]:
             best = held.budget
         rows = batch * max(best, 1)
         self.worth = worth(self._times.target(batch + rows) - self._times.target(batch), rows, rates[best])
@@ -177,14 +177,13 @@ class Controller:
             self._parts.choose(batch, best, rates[best], self.spent.seconds)
         if not alone:
             return DraftBudget(best, batch)
-        other, near = self._other(batch, best, most, unread, rates), None
+        other, near = self._other(batch, best, unread, rates), None
         if other is None:
             other = near = self._near(batch, best, rates)
         if other is None:
             longest = _LONGEST_REST if best == 0 else self._longest(best, most)
             settled = (batch, best) == (held.batch, held.budget)
-            hold = 2 * self._hold if settled else _HOLD
-            self._hold = hold = max(_HOLD, min(hold, longest))
+            self._hold = hold = max(_HOLD, min(2 * self._hold if settled else _HOLD, longest))
             if best == 0:  # asking costs as well: not before the next look can be afforded
                 hold = max(hold, min(self._unaffordable, _LONGEST_HOLD))
             elif self._parts.looking:
@@ -297,7 +296,7 @@ class Controller:
             gained = sum(draft.accepted for draft in found.drafts) / found.batch
             self.spent.probing += max(0.0, forward + drafting + found.asking - (1 + gained) * plain)
 
-    def _other(self, batch: int, best: int, most: int, unread: int, rates: Sequence[float]) -> DraftBudget | None:
+    def _other(self, batch: int, best: int, unread: int, rates: Sequence[float]) -> DraftBudget | None:
         """A round of what looked worse, if it is due and can be afforded: drafting where none is done, or none."""
         if self._last.get(best == 0, 0) == self._rounds:
             return None
@@ -309,6 +308,7 @@ class Controller:
         if best > 0:
             choice, gained, seconds = DraftBudget(0, batch), float(batch), plain
         else:
+            most = len(rates) - 1
             tokens, lengths = self._gains.tokens(most), self._gains.lengths(most)
             alone = [
                 (batch + tokens[n]) / (self._times.target(batch + lengths[n]) + self._times.drafting(1, n))

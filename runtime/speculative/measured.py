@@ -21,6 +21,8 @@ _STAYS = 0.98
 _LEAST = 1e-9
 # What a round leaves of how often a chain of drafters came to each of them.
 _FADE_ASKED = 0.98
+# Where no draft can pay, rounds of at most so many drafted tokens are worked out: that takes time, too.
+_HOPELESS = 4
 
 
 class Drafted(NamedTuple):
@@ -253,9 +255,13 @@ class Gains:
 def round_rates(times: Times, gains: Gains, batch: int, most: int) -> list[float]:
     """Tokens per second that a round of γ = 0, 1, … `most` for all of `batch` requests can be expected to gain.
 
-    0 for one whose forward is more than twice as wide as any before: what it takes is found out step by step.
+    0 for one whose forward is more than twice as wide as any before: what it takes is found out step by step. Where
+    drafting one token takes longer than all that drafts gain is worth, only short drafts are worked out.
     """
-    tokens, shares, drafting = gains.tokens(most), gains.shares(most), times.draftings(batch, most)
+    tokens = gains.tokens(most)
+    if most > _HOPELESS and tokens[most] * times.target(batch) < times.drafting(batch, 1):
+        most, tokens = _HOPELESS, tokens[: _HOPELESS + 1]
+    shares, drafting = gains.shares(most), times.draftings(batch, most)
     widths = [batch * (1 + length) for length in accumulate(shares, initial=0.0)]
     if batch > 1:
         targets = times.targets(widths)

@@ -69,3 +69,20 @@ def test_drafts_of_uneven_length_cost_more_where_rows_grow_dearer(lengths: list[
     gained = 1 + np.mean([min(1, length) for length in lengths])
     assert round_rates(times, gains, 1, 8)[8] == pytest.approx(gained / mean, rel=0.1)
     assert mean >= dearer * forward(5)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_where_no_draft_can_pay_only_short_ones_are_worked_out(batch: int) -> None:
+    times, gains = Times(), Gains()
+    for _ in range(40):
+        gains.add(16, [Drafted(16, 0)])
+        times.add_drafting(batch, 16, 1.0)
+        for width in range(batch, 17 * batch + 1, batch):
+            times.add_target(width, 1.0)
+    rates = round_rates(times, gains, batch, 16)
+    assert 1 < len(rates) < 17 and max(rates) == rates[0] == pytest.approx(batch)
+    # Drafts that cost nothing might pay, and so all are worked out; to where both are there they are the same.
+    for _ in range(40):
+        times.add_drafting(batch, 16, 0.0)
+    assert len(round_rates(times, gains, batch, 16)) == 17
+    assert round_rates(times, gains, batch, 3) == pytest.approx(round_rates(times, gains, batch, 16)[:4])
