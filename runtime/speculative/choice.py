@@ -30,6 +30,8 @@ _PAUSE, _LONGEST_PAUSE = 8, 64
 # A text repeats itself where copies gain so many tokens a round; what one such round counts in that, and a draft that
 # was only watched, which stands for some rounds.
 _REPEATS, _COPIED, _SHADOWED = 3.0, 0.25, 0.4
+# After so many copies in a row that were wrong from the beginning it is asked whether the text repeats itself still.
+_MISSED = 3
 # What drafting must gain over not drafting for its drafter to be woken.
 _PAYS = 1.03
 
@@ -43,6 +45,7 @@ class _Text:
     chosen  who drafts, for `left` rounds more; `hold`: for how many it was chosen.
     batch   of how many texts its rounds are; kept: those since the last choice.
     watched by whether it repeated itself, and by drafter: tokens and rows of drafts that were watched since then.
+    missed  its last rounds, as far as they gained one token.
     cold    rounds until its drafter takes what it usually does.
     favourites  who was thought the best last, by whether it repeated itself.
     best    the tokens per second of who looked best, during a look at another; else 0.
@@ -64,6 +67,7 @@ class _Text:
     watched: Mapping[bool, dict[str, tuple[list[int], list[int]]]] = field(
         default_factory=lambda: {repeats: {} for repeats in (False, True)}
     )
+    missed: int = 0
     cold: int = 0
     best: float = 0.0
     look: int = 0
@@ -217,6 +221,9 @@ class Choice:
         known.left -= 1
         known.rounds += 1
         known.kept.append(taken)
+        known.missed = known.missed + 1 if taken.tokens == 1 else 0
+        if known.missed >= _MISSED and known.repeats and known.chosen in self._copying:
+            known.left = 0
 
     def shadowed(self, text: int, name: str, tokens: int, rows: int) -> None:
         """Learns that a round of so many rows would have gained so many tokens, had this drafter drafted."""

@@ -88,8 +88,9 @@ def test_a_text_that_begins_to_repeat_itself_changes_its_drafter() -> None:
 
 
 def test_a_copier_is_watched_rather_than_looked_at_and_drafts_at_once_where_the_text_repeats_itself() -> None:
-    def drafts(copying: tuple[str, ...], shadows: dict[int, int]) -> str:
-        """Who drafts, by round; `shadows`: what copies would have gained before some rounds."""
+    def drafts(copying: tuple[str, ...], shadows: dict[int, int], until: int = 100) -> str:
+        """Who drafts, by round; `shadows`: what copies would have gained before some rounds of the last text, which
+        repeats itself until one of them."""
         choice, names = Choice(("model", "lookup"), copying), []
         for text in range(4):
             for number in range(100):
@@ -98,7 +99,7 @@ def test_a_copier_is_watched_rather_than_looked_at_and_drafts_at_once_where_the_
                     choice.shadowed(text, "lookup", shadows[number], 1 + shadows[number])
                     names[-1] = choice.next(text, 1)[0]
                 model = names[-1] == "m"
-                repeats = text == 2 or (text == 3 and number >= 40)
+                repeats = text == 2 or (text == 3 and 40 <= number < until)
                 tokens = 4 if model else 12 if repeats else 1
                 choice.observe(text, Taken(tokens, 5 if model else tokens + 1, 0.9 if model else 0.05, 0.9))
             choice.close(text)
@@ -110,6 +111,9 @@ def test_a_copier_is_watched_rather_than_looked_at_and_drafts_at_once_where_the_
     # Unless its drafts show something, which these do not; and one that does not copy is looked at.
     assert drafts(("lookup",), {44: 1})[344:].count("m") == 56
     assert 0 < drafts((), {})[32:200].count("l") < 40
+    # Where the text repeats itself no more, copies that are wrong show that as soon.
+    ended = drafts(("lookup",), {44: 15}, until=60)
+    assert ended[344:360].count("l") == 16 and 3 <= ended[360:].count("l") <= 9
 
 
 def test_a_look_ends_when_it_has_cost_too_much() -> None:
