@@ -31,7 +31,7 @@ _PAUSE, _LONGEST_PAUSE = 8, 64
 # was only watched, which stands for some rounds.
 _REPEATS, _COPIED, _SHADOWED = 3.0, 0.25, 0.4
 # After so many copies in a row that were wrong from the beginning it is asked whether the text repeats itself still.
-_MISSED = 3
+_MISSED = 5
 # What drafting must gain over not drafting for its drafter to be woken.
 _PAYS = 1.03
 
