@@ -137,12 +137,17 @@ def _rows(
     return [
         {
             **{"cache": kind, "width": width, "threads": threads, "step_ms": ms[kind, width, threads, context]},
-            **{"attention_ms": taken, "over_float32": spent["float32", width, threads] / taken},
-            "over_one_thread": spent[kind, width, 1] / taken if (kind, width, 1) in spent else None,
+            **{"attention_ms": taken, "over_float32": _over(spent["float32", width, threads], taken)},
+            "over_one_thread": _over(spent[kind, width, 1], taken) if (kind, width, 1) in spent else None,
             **dict(zip(("cache_mb", "computed_mb"), sizes[kind], strict=True)),
         }
         for (kind, width, threads), taken in spent.items()
     ]
+
+
+def _over(base: float, taken: float) -> float | None:
+    """None where a step after a long context took no longer than one after a short one: nothing was measured."""
+    return base / taken if min(base, taken) > 0 else None
 
 
 if __name__ == "__main__":

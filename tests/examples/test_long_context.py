@@ -24,6 +24,12 @@ def test_each_cache_has_a_row_for_each_width_and_number_of_threads(compare: Any,
     assert held["float32"] > 3 * held["int8"] > 4 * held["int4"]
 
 
+def test_a_time_that_did_not_show_has_no_ratio(compare: Any) -> None:
+    over = compare("long_context")._over
+    assert over(0.3, 0.2) == pytest.approx(1.5)
+    assert over(0.3, 0.0) is None and over(0.3, -0.1) is None and over(0.0, 0.2) is None
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
