@@ -45,7 +45,7 @@ class _Text:
     chosen  who drafts, for `left` rounds more; `hold`: for how many it was chosen.
     batch   of how many texts its rounds are; kept: those since the last choice.
     watched by whether it repeated itself, and by drafter: tokens and rows of drafts that were watched since then.
-    missed  its last rounds, as far as they gained one token.
+    missed  the last rounds of its drafter, as far as they gained one token.
     cold    rounds until its drafter takes what it usually does.
     favourites  who was thought the best last, by whether it repeated itself.
     best    the tokens per second of who looked best, during a look at another; else 0.
@@ -192,23 +192,25 @@ class Choice:
         known.pays, known.best = False, 0.0
         repeats = known.repeats
         gained, usual, phase = known.gains[repeats], known.usual, known.usual.phases[repeats]
-        if fresh := repeats not in known.favourites:
+        fresh, before = repeats not in known.favourites, known.favourites.get(repeats, phase.favourite)
+        if fresh:
             found = usual.expected({}, repeats, batch)
-            known.favourites[repeats] = phase.favourite = _best(found, phase.favourite)
+            before = phase.favourite = _best(found, before)
         if not fresh or any(gain.rounds for gain in gained.values()):
             found = usual.expected(gained, repeats, batch)
-        best = known.favourites[repeats] = _best(found, known.favourites[repeats])
+        best = known.favourites[repeats] = _best(found, before)
         look = self._look(known, best, found)
         if look is not None:
             pause = known.pauses[look] = min(2 * known.pauses.get(look, _PAUSE // 2), _LONGEST_PAUSE)
             known.paused[look] = known.rounds + pause
             known.chosen, known.hold, known.best = look, _HOLD, found[best].rate
             known.left, known.look, known.cold = _STEP, self._rounds_of(known, look) - _STEP, _COLD
+            known.missed = 0
             known.gains[repeats][look].halve()
             return look
         known.look = 0
         if best != known.chosen:
-            known.cold = _COLD
+            known.cold, known.missed = _COLD, 0
         known.pays = 0 < _PAYS < found[best].rate * usual.forward(batch).at(1)
         known.hold = min(2 * known.hold, _LONGEST_HOLD) if best == known.chosen else _HOLD
         known.chosen, known.left = best, known.hold

@@ -88,7 +88,7 @@ def test_a_text_that_begins_to_repeat_itself_changes_its_drafter() -> None:
 
 
 def test_a_copier_is_watched_rather_than_looked_at_and_drafts_at_once_where_the_text_repeats_itself() -> None:
-    def drafts(copying: tuple[str, ...], shadows: dict[int, int], until: int = 100) -> str:
+    def drafts(copying: tuple[str, ...], shadows: dict[int, int], until: int = 100, by_model: int = 4) -> str:
         """Who drafts, by round; `shadows`: what copies would have gained before some rounds of the last text, which
         repeats itself until one of them."""
         choice, names = Choice(("model", "lookup"), copying), []
@@ -100,7 +100,8 @@ def test_a_copier_is_watched_rather_than_looked_at_and_drafts_at_once_where_the_
                     names[-1] = choice.next(text, 1)[0]
                 model = names[-1] == "m"
                 repeats = text == 2 or (text == 3 and 40 <= number < until)
-                tokens = 4 if model else 12 if repeats else 1
+                last = text == 3 and number in range(35, until)
+                tokens = (by_model if last else 4) if model else 12 if repeats else 1
                 choice.observe(text, Taken(tokens, 5 if model else tokens + 1, 0.9 if model else 0.05, 0.9))
             choice.close(text)
         return "".join(names)
@@ -114,6 +115,8 @@ def test_a_copier_is_watched_rather_than_looked_at_and_drafts_at_once_where_the_
     # Where the text repeats itself no more, copies that are wrong show that as soon.
     ended = drafts(("lookup",), {44: 15}, until=60)
     assert ended[344:360].count("l") == 16 and 5 <= ended[360:].count("l") <= 9
+    # Only its own rounds tell of that, not those of a model before it.
+    assert drafts(("lookup",), {44: 15}, until=44, by_model=1)[344:].count("l") >= 5
 
 
 def test_a_look_ends_when_it_has_cost_too_much() -> None:
