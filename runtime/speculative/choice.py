@@ -51,7 +51,7 @@ class _Text:
     best    the tokens per second of who looked best, during a look at another; else 0.
     look    rounds that this look may go on; charged: the seconds of what it lost that are counted already.
     pays    whether who was chosen gains clearly more than rounds without drafts.
-    rounds  that it had.
+    rounds  that it had; unwatched: up to which one nobody is to be watched.
     paused  by drafter: until which round it may not be looked at again; `pauses`: for how many.
     """
 
@@ -74,6 +74,7 @@ class _Text:
     charged: float = 0.0
     pays: bool = False
     rounds: int = 0
+    unwatched: int = 0
     paused: dict[str, int] = field(default_factory=dict)
     pauses: dict[str, int] = field(default_factory=dict)
 
@@ -165,7 +166,17 @@ class Choice:
         """Whether whoever drafts for this text goes on in a round of `batch` texts, and nobody has to be watched: most
         rounds are such, and small models feel what asking takes."""
         known = self._texts.get(text)
-        return known is not None and known.left > 0 and batch == known.batch and self._alone == known.chosen
+        if known is None or known.left <= 0 or batch != known.batch:
+            return False
+        return known.chosen == self._alone or known.rounds < known.unwatched
+
+    def rounds(self, text: int) -> int:
+        """How many rounds this text had."""
+        return self._texts[text].rounds
+
+    def unwatched(self, text: int, until: int) -> None:
+        """Nobody has to be watched before the text has had so many rounds."""
+        self._texts[text].unwatched = until
 
     def wakes(self, text: int) -> bool:
         """Whether the drafter that was named last for this text is to draft even if its γ is 0: it is looked at, or has

@@ -24,27 +24,27 @@ class Shadow:
     at      the length of the text when it was made.
     tokens  of which so many were `right` as far as the text goes.
     rows    of the round that it would have been: copies are a token longer than what of them was right lately.
-    wait    rounds until the next one; pause: how many they are after one that was wrong.
+    due     the round before which there is something to do; pause: rounds until the next draft after one that was wrong.
     """
 
     at: int = 0
     tokens: Sequence[int] = ()
     right: int = 0
     rows: int = 1
-    wait: int = 0
+    due: int = 0
     pause: int = 0
 
-    def round(self, request: Request, drafter: CopyingDrafter[Any]) -> int | None:
-        """Before each round: how many tokens of a draft were right, once the text shows that, or how many are so far,
-        once they are _CLEAR; else None.
+    def round(self, request: Request, drafter: CopyingDrafter[Any], number: int) -> int | None:
+        """Before a round, by its number: how many tokens of a draft were right, once the text shows that, or how many
+        are so far, once they are _CLEAR; else None.
 
         So long copies count for less than they would gain, and stretches in which copies are right for more drafts: it
         matters more that they are heard of soon.
         """
+        if number < self.due:
+            return None
+        self.due = number + 1
         if not self.tokens:
-            self.wait -= 1
-            if self.wait >= 0:
-                return None
             draft = drafter.draft_one(request, LONGEST)
             self.at, self.tokens, self.right, self.rows = len(request.tokens), draft.tokens, 0, 1
             return None if draft.tokens else self._found(0)
@@ -61,5 +61,5 @@ class Shadow:
     def _found(self, right: int) -> int:
         self.tokens = ()
         self.pause = 0 if right else min(2 * self.pause + 1, _LONGEST_PAUSE)
-        self.wait = self.pause
+        self.due += self.pause
         return right

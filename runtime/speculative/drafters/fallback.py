@@ -111,9 +111,14 @@ class ChosenDrafter(ChainedDrafter):
         shadows = self._shadows.get(request.id)
         if shadows is None:
             shadows = self._shadows[request.id] = {name: Shadow() for name in self.copying}
+        number, due = self.choice.rounds(text), []
         for name, shadow in shadows.items():
-            if name != drafting and (right := shadow.round(request, self.copying[name])) is not None:
+            if name == drafting:
+                continue
+            if (right := shadow.round(request, self.copying[name], number)) is not None:
                 self.choice.shadowed(text, name, 1 + right, shadow.rows)
+            due.append(shadow.due)
+        self.choice.unwatched(text, min(due))
 
     def close(self, request: Request) -> None:
         """See Drafter."""

@@ -1,15 +1,20 @@
 """Prompt lookup: what followed the last time the text ended like this (Saxena 2023, "prompt lookup decoding")."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from runtime.speculative.draft import CopyingDrafter, Draft, Request
 
 
 @dataclass
 class _Index:
-    """Where each n-gram of one text last ended, n = 1 … max_ngram, for ends before `indexed`."""
+    """Where each n-gram of one text last ended, n = 1 … max_ngram, for ends before `indexed`.
 
-    ends: dict[tuple[int, ...], int] = field(default_factory=dict)
+    An n-gram is its first token and the n-gram behind it, one of a single token that token: each is made of the one
+    before.
+    """
+
+    ends: dict[Any, int] = field(default_factory=dict)
     indexed: int = 1
 
 
@@ -33,16 +38,24 @@ class LookupDrafter(CopyingDrafter[_Index]):
         """A chain of exactly the budget, or an empty one where no suffix has occurred before."""
         tokens = request.tokens
         index = self._texts.setdefault(request.id, _Index())
+        ends, most = index.ends, self.max_ngram
         # An n-gram that ends at the text's end is the suffix itself: it waits for its continuation.
         for end in range(index.indexed, len(tokens)):
-            for n in range(1, min(self.max_ngram, end) + 1):
-                index.ends[tuple(tokens[end - n : end])] = end
+            gram = tokens[end - 1]
+            ends[gram] = end
+            for at in range(end - 2, max(end - 1 - most, -1), -1):
+                gram = tokens[at], gram
+                ends[gram] = end
         index.indexed = max(index.indexed, len(tokens))
-        if budget <= 0:
+        if budget <= 0 or not tokens:
             return Draft()
-        for n in range(min(self.max_ngram, len(tokens) - 1), 0, -1):
-            start = index.ends.get(tuple(tokens[-n:]))
-            if start is not None:
-                period = len(tokens) - start
-                return Draft.chain([tokens[start + i % period] for i in range(budget)])
-        return Draft()
+        gram, start = tokens[-1], None
+        # Where a suffix has not come before no longer one has.
+        for at in range(len(tokens) - 2, max(len(tokens) - 2 - most, -2), -1):
+            if (found := ends.get(gram)) is None:
+                break
+            start, gram = found, (tokens[at], gram)
+        if start is None:
+            return Draft()
+        period = len(tokens) - start
+        return Draft.chain([tokens[start + i % period] for i in range(budget)])

@@ -180,6 +180,17 @@ def test_only_who_leaves_nobody_to_be_watched_goes_on_unasked() -> None:
     assert not any(held(("lookup", "suffix"), ("lookup", "suffix")))
 
 
+def test_whoever_is_watched_says_how_long_nobody_has_to_be() -> None:
+    choice, found = Choice(("model", "lookup"), ("lookup",)), []
+    for number in range(400):
+        found.append(choice.holds(0, 1))
+        if not found[-1] and choice.next(0, 1) == "model":
+            assert choice.rounds(0) == number
+            choice.unwatched(0, number + 4)
+        choice.observe(0, Taken(4, 5, 0.1, 0.9) if choice.drafts(0) == "model" else Taken(1, 5, 5.0, 0.9))
+    assert 400 * 0.6 < sum(found) < 400 * 0.76
+
+
 def test_chains_share_their_drafters(target: Model) -> None:
     """So that what one has read of a text the other need not read again."""
     drafter = drafter_by_name(target, "model,lookup+model,lookup", PAIR / "draft").drafter

@@ -1,5 +1,7 @@
 """Drafts that nobody verifies: what of them was right is what the text shows, and what a round would have accepted."""
 
+from itertools import count
+
 import numpy as np
 import pytest
 
@@ -41,11 +43,14 @@ def test_what_was_right_is_what_the_text_has(seed: int) -> None:
     text, drafter, shadow = a_text(rng, 1500), Recording(), Shadow()
     request = Request(0, text[:20], 20, Sampling(), 1480)
     found: list[int] = []
+    number = 0
     while len(request.tokens) < len(text):
-        if (right := shadow.round(request, drafter)) is not None:
+        if (right := shadow.round(request, drafter, number)) is not None:
             found.append(right)
             _, drafted = drafter.made[-1]
             assert shadow.rows == (1 + min(right + 1, len(drafted)) if drafted else 1)
+        # Nobody has to ask in the rounds between.
+        number = max(number + 1, shadow.due) if rng.random() < 0.5 else number + 1
         done = len(request.tokens)
         request.tokens += text[done : done + int(rng.integers(1, 7))]
     expected = []
@@ -66,7 +71,7 @@ def test_texts_that_copies_fit_are_watched_more_often() -> None:
         drafter, shadow = Recording(), Shadow()
         request = Request(0, [1, 2, 3, 4] * 3, 12, Sampling(), 1000)
         for number in range(200):
-            shadow.round(request, drafter)
+            shadow.round(request, drafter, number)
             request.tokens.append(request.tokens[-4] if right else number % 2)
         return len(drafter.made)
 
@@ -74,7 +79,7 @@ def test_texts_that_copies_fit_are_watched_more_often() -> None:
     rng, drafter, shadow = np.random.default_rng(0), Recording(), Shadow()
     request = Request(0, [int(token) for token in rng.integers(0, 5, 40)], 40, Sampling(), 1000)
     for number in range(200):
-        shadow.round(request, drafter)
+        shadow.round(request, drafter, number)
         request.tokens.append(100 + number)  # what never was before: nothing is found
     assert 200 / 6 < len(drafter.made) < 200 / 4
 
@@ -92,8 +97,10 @@ def test_a_token_is_right_as_often_as_it_is_drawn() -> None:
     """So that what is watched is what drafting would have been: chi-squared on one degree of freedom, at 0.1 %."""
     rng, p, shadow, right = np.random.default_rng(3), 0.35, Shadow(), []
     request = Request(0, [1], 1, Sampling(temperature=1.0), 10**6)
-    while len(right) < 4000:
-        if (found := shadow.round(request, Same())) is not None:
+    for number in count():
+        if len(right) == 4000:
+            break
+        if (found := shadow.round(request, Same(), number)) is not None:
             right.append(found)
         request.tokens += [0 if rng.random() < p else 1 for _ in range(int(rng.integers(1, 4)))]
     first = sum(count > 0 for count in right)
