@@ -33,8 +33,10 @@ def prompts(count: int, seed: int) -> dict[str, list[str]]:
     ]
     found: dict[str, list[str]] = {kind: [] for kind in KINDS}
     for _ in range(count):
-        lines = drawn.choice(texts).splitlines()
-        starts = [i for i, line in enumerate(lines) if line.lstrip().startswith("def ")][:-20]
+        starts: list[int] = []
+        while not starts:  # a module of few functions has none that far from its end
+            lines = drawn.choice(texts).splitlines()
+            starts = [i for i, line in enumerate(lines) if line.lstrip().startswith("def ")][:-20]
         at = drawn.choice(starts)
         piece = "\n".join(lines[at : at + 20])
         found["repeating"].append(f"{piece}\n\n# The same again:\n{piece[:40]}")
