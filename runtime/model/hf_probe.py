@@ -57,7 +57,11 @@ def probe(
         return Capability(
             "anew", f"{name} lets a token's logits depend on what follows it, so no draft can be verified"
         )
-    ways: tuple[tuple[Steps, list[int]], ...] = (("several", [_FIRST, _LENGTH - _FIRST]), ("single", [_FIRST, 1, 1, 1]))
+    # Both kinds of forwards for several: a class may have an own way for a single token, and that another fault.
+    ways: tuple[tuple[Steps, list[int]], ...] = (
+        ("several", [_FIRST, _LENGTH - _FIRST - 1, 1]),
+        ("single", [_FIRST, 1, 1, 1]),
+    )
     tried: dict[Steps, tuple[float, Any]] = {}
     for steps, parts in ways if caches else ():
         try:

@@ -30,7 +30,8 @@ class TensorReader:
     def weight(self, prefix: str, shape: tuple[int, int]) -> Weight:
         """The (N, K) weight of a linear layer, packed or float."""
         found = self.checkpoint.weight(prefix, unpack=not self.kernel.backend.repacks)
-        if self.a.transposed and isinstance(found, Tensor):
+        # A Conv1D's, which a head never is.
+        if self.a.transposed and isinstance(found, Tensor) and prefix != self.a.names.head:
             found = found.t().contiguous()
         self.check(f"{prefix}.weight", tuple(found.shape), shape)
         found = _to(found, self.device)

@@ -24,7 +24,7 @@ class Shadow:
     at      the length of the text when it was made.
     tokens  of which so many were `right` as far as the text goes.
     rows    of the round that it would have been: copies are a token longer than what of them was right lately.
-    due     the round before which there is something to do; pause: rounds until the next draft after one that was wrong.
+    due     the round before which there is something to do; pause: rounds until the next draft, after a wrong one.
     """
 
     at: int = 0

@@ -47,7 +47,8 @@ def gemma2(config: Config) -> Architecture | None:
         norm_offset=1.0,
         embedding_scale=count(config, "hidden_size") ** 0.5,
         attention_scale=scalar**-0.5,
-        softcap=config.get("attn_logit_softcapping") or 0.0,
+        # Gemma 3's configuration has the key, and no layer of it reads it.
+        softcap=0.0 if three else config.get("attn_logit_softcapping") or 0.0,
         final_softcap=config.get("final_logit_softcapping") or 0.0,
         query_key_norm=three,
         rotary=rotary_sets(config),

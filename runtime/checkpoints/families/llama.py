@@ -12,8 +12,9 @@ def first(config: Config) -> Architecture | None:
     """Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma, Mixtral and Qwen3-MoE."""
     kind, layers = config["model_type"], count(config, "num_hidden_layers")
     gemma = kind == "gemma"
-    # Gemma's first configs say "gelu" in hidden_act and mean the tanh form.
-    said = config.get("hidden_activation") or ("gelu_pytorch_tanh" if gemma else config.get("hidden_act", "silu"))
+    said = config.get("hidden_act")
+    if gemma and (said := config.get("hidden_activation") or said) in (None, "gelu"):
+        said = "gelu_pytorch_tanh"  # Gemma's first configs mean the tanh form by "gelu"
     act = activation({"hidden_act": said})
     step, only = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     dense = tuple(i for i in range(layers) if i in only or (i + 1) % step) if kind == "qwen3_moe" else ()

@@ -158,6 +158,7 @@ def nemotron_h(config: Config) -> Architecture | None:
         norm_eps=config.get("layer_norm_epsilon", 1e-5),
         max_positions=config.get("max_position_embeddings", 4096),
         names=_NEMOTRON_H,
+        tied=False,  # whatever config.json says of it
         gated=False,
         rotary=(None,) * layers,
         experts=experts,

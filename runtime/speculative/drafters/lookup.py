@@ -41,7 +41,7 @@ class LookupDrafter(CopyingDrafter[_Index]):
         ends, most = index.ends, self.max_ngram
         # An n-gram that ends at the text's end is the suffix itself: it waits for its continuation.
         for end in range(index.indexed, len(tokens)):
-            gram = tokens[end - 1]
+            gram: Any = tokens[end - 1]
             ends[gram] = end
             for at in range(end - 2, max(end - 1 - most, -1), -1):
                 gram = tokens[at], gram

@@ -29,6 +29,23 @@ def test_both_readings_agree(tiny: Tiny, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ({"hidden_act": "gelu", "hidden_activation": None}, "gelu_tanh"),  # as Gemma was first released
+        ({"hidden_act": None}, "gelu_tanh"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "gelu_tanh"),
+        ({"hidden_act": "silu"}, "silu"),
+        ({"hidden_act": "silu", "hidden_activation": "gelu_pytorch_tanh"}, "gelu_tanh"),
+        ({"hidden_act": "relu"}, None),
+    ],
+)
+def test_gemma_s_activation_has_two_keys(tiny: Tiny, said: dict[str, Any], meant: str | None) -> None:
+    values = json.loads((tiny("gemma") / "config.json").read_text())
+    found = describe({key: value for key, value in values.items() if not key.startswith("hidden_act")} | said)
+    assert (found and found.activation) == meant
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
