@@ -1,7 +1,8 @@
 """transformers' caches as they have to be rolled back: far enough, and exactly, or not at all.
 
 Layers of a sliding window and convolutions keep more than they read, so that what a draft added can be taken out
-again. States of a recurrence hold all of the text in one: they never come back.
+again. States of a recurrence hold all of the text in one: they never come back. Nor do layers of a model's own class
+that add something to transformers' and do not say how it is taken out, as DeepSeek-V4's compressed keys.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from runtime.errors import UserError
 
 # Tokens beyond what a layer reads that it keeps; twice as many before it lets go of the older ones.
 _KEPT = 256
+_OWN = "transformers.cache_utils"
 
 
 @dataclass
@@ -52,6 +54,8 @@ def crop(cache: Any, remove: int, model: str) -> None:
         raise UserError(f"{why}: it holds a state of the whole text and no part of it can be taken out")
     try:
         for layer in cache.layers:
+            if not _says_how(layer):
+                raise UserError(f"{why}: its {type(layer).__name__} does not say how what it adds is taken out")
             if _is_window(layer):
                 _crop_window(layer, remove, why)
             elif _is_convolution(layer):
@@ -79,6 +83,12 @@ def _crop_convolution(layer: Any, remove: int, why: str) -> None:
         if held.shape[-1] - remove < layer.conv_kernel_size[number]:
             raise UserError(f"{why} by {remove} tokens: its convolution has let go of what came before them")
         layer.conv_states[number] = held[..., :-remove]
+
+
+def _says_how(layer: Any) -> bool:
+    """Whether its class is transformers' own, or takes tokens out itself."""
+    first = next((one for one in type(layer).__mro__ if one.__module__ == _OWN or "crop" in vars(one)), None)
+    return first is not None and (first is type(layer) or first.__module__ != _OWN)
 
 
 def _is_window(layer: Any) -> bool:
