@@ -40,7 +40,8 @@ class Tensors:
         if stack:
             return self._expert(stack, index, layer, part)
         prefix, _, kind = name.rpartition(".")
-        if kind == "bias" and not self._is_vector(f"{prefix}.weight"):
+        tied = self.a.tied and prefix == self.a.names.head  # it has no weight of its own
+        if kind == "bias" and not tied and not self._is_vector(f"{prefix}.weight"):
             # A packed layer's is what it adds, which in some layouts is not what is stored.
             whole = weight_of(self.checkpoint, prefix)
             return whole.bias if isinstance(whole, PackedWeight) and whole.bias is not None else self._tensor(name)

@@ -51,7 +51,8 @@ def in_groups(config: Config, experts: Experts, best: int) -> tuple[int, int, in
             f"config.json: n_group {groups} and topk_group {chosen} do not fit {experts.count} experts, of which"
             f" {experts.per_token} are chosen: groups are of one size, {best} or more, and hold the chosen ones"
         )
-    return groups, chosen, best
+    # Of all groups any expert may be chosen, as if there were none.
+    return (1, 1, 1) if chosen == groups else (groups, chosen, best)
 
 
 def dense_among(config: Config, first: int = 0) -> tuple[int, ...]:

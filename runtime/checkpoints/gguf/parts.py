@@ -29,10 +29,11 @@ def parts(a: Architecture, form: Form, held: Collection[str] = ()) -> Iterator[P
         yield Part(LAYER_TABLE, (f"{n.layer_table}.weight",))
         yield Part("per_layer_model_proj.weight", (f"{n.layer_projection}.weight",))
         yield from names.norm(a, "per_layer_proj_norm", n.layer_norm)
-    if not a.tied:
-        yield from names.layer("output", n.head)
-    elif form.head == "always":
-        yield Part(HEAD, (f"{n.embedding}.weight",))
+    for part in names.layer("output", n.head):
+        if part.bias or not a.tied:
+            yield part
+        elif form.head == "always":
+            yield Part(HEAD, (f"{n.embedding}.weight",))
     yield from names.norm(a, "output_norm", n.norm)
     for number in range(a.layers):
         yield from _block(Names(form, f"blk.{number}.", f"{n.block.format(number)}."), a, number, held)

@@ -108,6 +108,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             **{"hidden_size": 200, "intermediate_size": 36},
         },
     ),
+    "phi with one table, and a bias of the head": ("phi", {"tie_word_embeddings": True}),
+    "exaone_moe that chooses all groups": ("exaone_moe", {"n_group": 4, "topk_group": 4}),
     "falcon_h1 with one table": ("falcon_h1", {"tie_word_embeddings": True, "mamba_rms_norm": False}),
     "gemma4_text without experts": (
         "gemma4_text",
