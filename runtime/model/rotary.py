@@ -14,8 +14,9 @@ from runtime.kernels.exact import cos_sin, powers
 
 # Positions by which a table grows.
 _BLOCK = 2048
-# Types whose frequencies are fixed. "dynamic" and "longrope" change with the text's length: the adapter runs those.
-STATIC_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
+# Types whose frequencies are fixed, those of "dynamic" up to the last position of the configuration, beyond which no text
+# goes here. "longrope" changes with a text's length: the adapter runs it.
+STATIC_TYPES = ("default", "linear", "llama3", "yarn", "proportional", "dynamic")
 
 
 def rope_types(config: Any) -> set[str]:

@@ -80,9 +80,10 @@ def rope(shown: str, config: Keys, a: Architecture) -> tuple[dict[str, Any], "ND
     share = said.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     said["rotated"] = int(size * share)
     kind = said["rope_type"]
-    if kind == "dynamic" and said.get("alpha"):
-        said |= {"rope_type": "default", "rope_theta": said["rope_theta"] * said["alpha"] ** (size / (size - 2))}
-        return said, None
+    if kind == "dynamic":
+        # Up to the context's end it is no other rotation, but for HunYuan's, which means another base.
+        stretch = (said.get("alpha") or 1.0) ** (size / (size - 2))
+        return said | {"rope_type": "default", "rope_theta": said["rope_theta"] * stretch}, None
     if kind in ("default", "linear") and a.model_type != "gemma4_text":
         return said, None
     if kind == "llama3":

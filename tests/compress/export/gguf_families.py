@@ -109,6 +109,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi with one table, and a bias of the head": ("phi", {"tie_word_embeddings": True}),
+    "olmo2 with dynamic frequencies": (
+        "olmo2",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 6.0}},
+    ),
     "exaone_moe that chooses all groups": ("exaone_moe", {"n_group": 4, "topk_group": 4}),
     "falcon_h1 with one table": ("falcon_h1", {"tie_word_embeddings": True, "mamba_rms_norm": False}),
     "gemma4_text without experts": (

@@ -16,6 +16,7 @@ from torch import Tensor
 from runtime import load
 from runtime.contract import Rows
 from runtime.errors import UserError
+from runtime.model.base import BaseDecoder
 from tests.runtime.model import families
 
 LENGTH = 47
@@ -144,6 +145,17 @@ def test_what_was_once_read_wrongly(kind: str, changed: dict[str, Any], tmp_path
     expected = theirs(families.write(kind, tmp_path / "other", **changed), tokens)
     found = ours(tmp_path / "other", tokens)
     assert float((found - expected).norm() / expected.norm()) < 1e-4
+
+
+def test_dynamic_frequencies_are_fixed_up_to_the_last_position(tmp_path: Path) -> None:
+    """As InternLM 3 has them: they only change for texts that are longer than the model's positions."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 6.3}
+    path = families.write("internlm3", tmp_path / "model", rope_parameters=rope, max_position_embeddings=LENGTH)
+    decoder = load(path, threads=1).decoder
+    assert isinstance(decoder, BaseDecoder) and decoder.max_positions == LENGTH
+    tokens = torch.randint(1, 2000, (LENGTH,), generator=torch.Generator().manual_seed(3))
+    expected = theirs(path, tokens)
+    assert float((ours(path, tokens) - expected).norm() / expected.norm()) < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["granite", "qwen3_5_text", "glm4_moe", "olmo3"])
