@@ -73,7 +73,7 @@ def command(
         from runtime.speculative.drafters.by_name import drafter_by_name
         from runtime.speculative.recorded import needs_planes
 
-        options: dict[str, Any] = {"device": device, "threads": threads, "kernels": kernels}
+        options: dict[str, Any] = {"device": device, "threads": threads, "kernels": kernels, "context": context}
         model = load(path, planes=needs_planes(drafter, draft, path), **options)
         chosen = drafter_by_name(model, drafter, draft, options=options)
         room = min(context, model.decoder.max_positions)

@@ -133,6 +133,10 @@ def main(
         typer.Option(help="States of delta nets, state spaces and convolutions: float32, float16 or, on CPUs, int8."),
     ] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
+    context: Annotated[
+        int | None,
+        typer.Option(help="Tokens of prompt and answer, where a model rotates long texts otherwise (LongRoPE).", min=2),
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; by default one per physical core.")] = None,
     kernels: Annotated[
         str,
@@ -159,7 +163,7 @@ def main(
         penalties, bias = (repetition_penalty, presence_penalty, frequency_penalty), _bias(logit_bias or [])
         sampling = Sampling(temperature, top_k, top_p, min_p, *penalties, seed, bias, min_tokens)
         cache = CacheOptions(kv, None, states)  # type: ignore[arg-type]  # it refuses what is no kind
-        options: dict[str, Any] = {"device": device, "threads": threads, "kernels": kernels}
+        options: dict[str, Any] = {"device": device, "threads": threads, "kernels": kernels, "context": context}
         if beams is not None:
             _require_plain(sampling, stop, draft, drafter)
             if chat:

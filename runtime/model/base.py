@@ -36,6 +36,7 @@ class BaseDecoder(ABC):
         self.vocab_size, self.hidden_size = architecture.vocab, architecture.hidden
         self.max_positions, self.exact, self.device = architecture.max_positions, kernel.exact, parts.norm.weight.device
         self.kernels, self.layers = kernel.name, len(parts.blocks)
+        self.beyond = ""  # what to do about texts that have too few positions, where there is something
         self.taps: tuple[int, ...] = ()
         self._tapped: dict[tuple[int, ...], Self] = {}
         self._config, self._rotary = config, RotaryTables(config, architecture, self.device)

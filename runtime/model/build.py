@@ -1,7 +1,7 @@
 """From a checkpoint to a decoder: its weights packed for the kernels that run, block by block."""
 
 from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -9,7 +9,6 @@ from torch import Tensor
 from runtime.cache import scheme
 from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.record import Architecture
-from runtime.contract import Decoder
 from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight
 from runtime.kernels.dispatch import Kernel, linear
@@ -23,6 +22,9 @@ from runtime.model.rotary import RotaryTables
 from runtime.model.state_layers import DeltaRule, ShortConvolution
 from runtime.model.tensor_reader import TensorReader
 
+if TYPE_CHECKING:
+    from runtime.model.base import BaseDecoder
+
 Weight = PackedWeight | Tensor
 
 
@@ -33,7 +35,7 @@ def build(
     kernel: Kernel,
     device: torch.device,
     planes: bool = False,
-) -> Decoder:
+) -> "BaseDecoder":
     """The decoder of a checkpoint; `planes` as `load` has it.
 
     Raises UserError naming a missing or misshapen tensor, why there can be no planes, and kernels that no layer fits.
@@ -62,7 +64,7 @@ def build(
             " compress it to int8, or choose another drafter than nested"
         )
     require_used(kernel, parts)
-    decoder: Decoder = resolve_name(backend.decoder)(a, config, parts, kernel, kv)
+    decoder: BaseDecoder = resolve_name(backend.decoder)(a, config, parts, kernel, kv)
     return decoder
 
 

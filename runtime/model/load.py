@@ -1,6 +1,6 @@
 """`load`: a model directory, a run folder, a GGUF file or a hub name becomes a decoder with its tokenizer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from runtime.files import read_json
 from runtime.kernels.dispatch import choose
 from runtime.model.build import build
 from runtime.model.onnx import graph
-from runtime.model.rotary import STATIC_TYPES, rope_types
+from runtime.model.rotary import STATIC_TYPES, for_context, rope_types
 from runtime.model.triton.cache import free_bytes, needed, require_room
 from runtime.sampling.detokenize import read_tokenizer
 
@@ -82,14 +82,17 @@ class Model:
         return frozenset() if found is None else frozenset(found if isinstance(found, list) else [found])
 
 
-def own_architecture(config: Any) -> Architecture | None:
+def own_architecture(config: Any, context: int | None = None) -> Architecture | None:
     """The architecture of a configuration, where our own decoder runs it; None where transformers has to.
 
-    Of a composite that of its language model, as if it were alone.
+    Of a composite that of its language model, as if it were alone. context: see `load`.
     """
     config = language_model(config)
     found = describe(vars(config) if isinstance(config, SimpleNamespace) else config.to_dict())
-    return found if rope_types(config) <= set(STATIC_TYPES) else None
+    if found is None or not rope_types(config) <= set(STATIC_TYPES):
+        return None
+    positions = for_context(config, context)[1]
+    return found if positions is None else replace(found, max_positions=min(found.max_positions, positions))
 
 
 def load(
@@ -99,6 +102,7 @@ def load(
     kernels: str = "auto",
     adapter: "bool | Through" = False,
     planes: bool = False,
+    context: int | None = None,
 ) -> Model:
     """Loads a checkpoint or artifact: packed weights stay packed, everything runs in float32 beside them.
 
@@ -109,6 +113,8 @@ def load(
     kernels  "auto", or the name of one set of kernels (kernels.available says which run here, and why).
     adapter  run through transformers even where the decoder knows the architecture; a `Through` (hf_adapter.py) says in
              which type it computes, and whether it is spread over devices.
+    context  tokens that texts may come to have, prompt and answer, where long ones are rotated otherwise (LongRoPE):
+             all are rotated as such long ones are. None: as short ones are, and have no more positions than those.
     planes   lay int8 weights out so that the `nested` drafter can run on their upper four bits; results stay the same.
 
     Raises UserError for anything wrong with the directory, the device or the architecture.
@@ -129,7 +135,7 @@ def load(
         return Model(decoder, folder, values)
     checkpoint = open_checkpoint(path)
     config = configuration(checkpoint)
-    architecture = own_architecture(config)
+    architecture = own_architecture(config, context)
     if architecture is not None and language_model(config) is not config:
         architecture = in_towers(architecture, checkpoint)
     if adapter or architecture is None:
@@ -154,5 +160,8 @@ def load(
         size = checkpoint.path.stat().st_size if checkpoint.path.is_file() else checkpoint.bytes_on_disk()
         require_room(checkpoint.path.name, needed(architecture, size), free_bytes(where))
     with explaining():
-        made = build(checkpoint, architecture, language_model(config), kernel, where, planes)
+        settled, positions = for_context(language_model(config), context)
+        made = build(checkpoint, architecture, settled, kernel, where, planes)
+    if positions is not None:
+        made.beyond = " It rotates longer texts otherwise (LongRoPE): load it with --context for those."
     return Model(made, checkpoint.path, config)

@@ -14,9 +14,9 @@ from runtime.kernels.exact import cos_sin, powers
 
 # Positions by which a table grows.
 _BLOCK = 2048
-# Types whose frequencies are fixed, those of "dynamic" up to the last position of the configuration, beyond which no text
-# goes here. "longrope" changes with a text's length: the adapter runs it.
-STATIC_TYPES = ("default", "linear", "llama3", "yarn", "proportional", "dynamic")
+# Types whose frequencies are fixed: those of "dynamic" up to the configuration's last position, beyond which no text
+# goes here, those of "longrope" once it is settled how long texts may be (for_context).
+STATIC_TYPES = ("default", "linear", "llama3", "yarn", "proportional", "dynamic", "longrope")
 
 
 def rope_types(config: Any) -> set[str]:
@@ -24,6 +24,40 @@ def rope_types(config: Any) -> set[str]:
     parameters = getattr(config, "rope_parameters", None) or {}
     sets = [part for part in parameters.values() if isinstance(part, dict)] or [parameters]
     return {"default" if _stretched(part) else part.get("rope_type", "default") for part in sets}
+
+
+def for_context(config: Any, context: int | None) -> tuple[Any, int | None]:
+    """The configuration as texts of up to `context` tokens want it, and how many positions they have then.
+
+    LongRoPE (2402.13753) has two sets of factors. transformers takes the short ones for texts of as many tokens as the
+    model was first trained with, and the long ones for longer ones; here all of a decoder's texts take the same. None:
+    the short ones. The second is None where it makes no difference.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    sets = {kind: part for kind, part in parameters.items() if isinstance(part, dict)}
+    both = [part for part in (sets.values() if sets else [parameters]) if part.get("rope_type") == "longrope"]
+    if not both:
+        return config, None
+    first = [
+        part.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        for part in both
+    ]
+    if not all(isinstance(one, int) and one > 0 for one in first):
+        raise UserError("config.json: longrope needs original_max_position_embeddings, a positive integer")
+    original = min(one for one in first if one is not None)
+    if context is None or context <= original:
+        return config, original
+    config = copy.copy(config)
+    longer = {kind: _long(part) for kind, part in sets.items()} if sets else _long(parameters)
+    config.rope_parameters = longer
+    return config, None
+
+
+def _long(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with the long factors for all texts."""
+    if parameters.get("rope_type") != "longrope":
+        return dict(parameters)
+    return {**parameters, "short_factor": parameters.get("long_factor")}
 
 
 def _stretched(parameters: Mapping[str, Any]) -> bool:

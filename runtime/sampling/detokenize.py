@@ -101,8 +101,12 @@ def require_same_vocabulary(target: Any, draft: Any) -> None:
     )
 
 
-def encode(tokenizer: Any, prompt: str | Sequence[int], vocab_size: int, max_positions: int) -> list[int]:
+def encode(
+    tokenizer: Any, prompt: str | Sequence[int], vocab_size: int, max_positions: int, beyond: str = ""
+) -> list[int]:
     """The prompt's token ids, with the special tokens that the tokenizer adds to a text.
+
+    beyond  what else can be done about a prompt that is too long, as a sentence after a space.
 
     Raises UserError for an empty prompt, one that leaves no position for a new token, or ids outside the vocabulary.
     """
@@ -112,7 +116,7 @@ def encode(tokenizer: Any, prompt: str | Sequence[int], vocab_size: int, max_pos
     if len(tokens) >= max_positions:
         raise UserError(
             f"the prompt has {len(tokens)} tokens, but the target has {max_positions} positions and needs one for a "
-            f"new token; shorten the prompt to at most {max_positions - 1} tokens."
+            f"new token; shorten the prompt to at most {max_positions - 1} tokens.{beyond}"
         )
     wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
     if wrong is not None:

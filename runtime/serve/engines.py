@@ -47,6 +47,7 @@ def opened(settings: ModelSettings) -> tuple[Model, Engine, dict[str, Any]]:
     Raises UserError for a model that cannot be loaded, and a drafter that does not fit it.
     """
     options: dict[str, Any] = {"device": settings.device, "threads": settings.threads, "kernels": settings.kernels}
+    options["context"] = settings.context
     _require_memory(settings)
     model = load(settings.path, planes=needs_planes(settings.drafter, settings.draft, settings.path), **options)
     _ = model.tokenizer  # is read at its first use: here, and not in the middle of the first request
