@@ -22,7 +22,7 @@ from runtime.checkpoints.gguf.names import ARCHITECTURES, FORMS
 from runtime.contract import Rows
 from runtime.model.load import Model
 from tests.compress.export import gguf_families
-from tests.runtime.model import families
+from tests.runtime.model import families, test_longrope
 
 pytest.importorskip("gguf")
 PEERS = Path(__file__).parents[1] / ".peers" / "bin" / "python"
@@ -124,6 +124,17 @@ def test_every_family_is_computed_as_here_in_another_form(kind: str, changes: di
     model = gguf_families.write(kind, tmp_path / kind, **changes)
     file = _export(model, tmp_path / "out", floats="f32")
     assert _families(kind, file, model, tmp_path / "theirs") < 1e-3
+
+
+@pytest.mark.parametrize(("first", "context"), [(300, None), (64, test_longrope.ALL)])
+def test_longrope_takes_the_factors_of_the_context(first: int, context: int | None, tmp_path: Path) -> None:
+    """llama.cpp's contexts have 256 tokens or more: of 300 the short ones, of 64 the long ones."""
+    model = test_longrope.write(tmp_path / "model", first)
+    file = _export(model, tmp_path / "out", floats="f32")
+    tokens = torch.randint(1, 320, (37,), generator=torch.Generator().manual_seed(1)).tolist()
+    ((theirs,), _) = _theirs(file, [tokens], [], 320, tmp_path / "theirs")
+    ours = _ours(load(model, context=context), tokens)
+    assert float(np.linalg.norm(ours - theirs) / np.linalg.norm(ours)) < 1e-4
 
 
 @pytest.mark.parametrize("kind", gguf_families.SQUARE)

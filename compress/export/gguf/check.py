@@ -24,7 +24,7 @@ from runtime.model.rotary import frequencies
 # Of the record: what a file says in its tensors, or in other words. `check` looks at windows and activations itself.
 _NOT_COMPARED = ("model_type", "names", "max_positions", "tied", "windows", "activation", "fused", "rotary")
 # Rotations whose factors a tensor has.
-_WITH_FACTORS = ("llama3", "proportional")
+_WITH_FACTORS = ("llama3", "proportional", "longrope")
 # llama.cpp takes the groups whose best so many experts add up to most.
 _BEST = 2
 # The least step of Nemotron-H's releases, below which hardly any is, and which llama.cpp leaves out.

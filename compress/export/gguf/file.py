@@ -27,7 +27,7 @@ from compress.export.gguf.folding import Factor, factors, scaled
 from compress.export.gguf.tensors import Tensors, Weight
 from runtime.checkpoints.architecture import Architecture
 from runtime.checkpoints.gguf.checkpoint import take_columns
-from runtime.checkpoints.gguf.names import EMBEDDING, FORMS, LAYER_TABLE, ROPE_FACTORS, architecture_of
+from runtime.checkpoints.gguf.names import EMBEDDING, FORMS, LAYER_TABLE, architecture_of
 from runtime.checkpoints.gguf.part import Part
 from runtime.checkpoints.gguf.parts import numbers, parts
 from runtime.checkpoints.gguf.reader import BF16, F16, F32, Q8_0, BlockType, TensorEntry
@@ -170,8 +170,8 @@ def write(model: Path, out: Path, progress: Progress, *, floats: Floats = "keep"
             # float32 so that the shape is taken as it is: the package would read uint8's as bytes.
             number = GGMLQuantizationType(one.kind.number)
             writer.add_tensor_info(one.part.tensor, one.shape, np.dtype(np.float32), one.bytes, raw_dtype=number)
-        if rotary is not None:
-            writer.add_tensor_info(ROPE_FACTORS, rotary.shape, rotary.dtype, rotary.nbytes)
+        for name, one_set in rotary.items():
+            writer.add_tensor_info(name, one_set.shape, one_set.dtype, one_set.nbytes)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -180,8 +180,8 @@ def write(model: Path, out: Path, progress: Progress, *, floats: Floats = "keep"
             rows = [_rows(tensors, one, name, losses) for name in one.part.names]
             writer.write_tensor_data(rows[0] if len(rows) == 1 else np.stack(rows))
         progress(f"export {NAME}", len(written), len(written))
-        if rotary is not None:
-            writer.write_tensor_data(rotary)
+        for one_set in rotary.values():
+            writer.write_tensor_data(one_set)
     finally:
         writer.close()
     with file.open("r+b") as opened:

@@ -12,8 +12,22 @@ from compress.export.gguf.state_spaces import state_space
 from runtime.checkpoints.architecture import Architecture, configuration, describe, in_towers, language_model
 from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.gguf.families import ACTIVATION
-from runtime.checkpoints.gguf.names import ARCHITECTURES, NOT_COMPUTED, architecture_of
-from runtime.checkpoints.gguf.rope import RELEASES, TRUNCATE, llama3_factors, proportional_factors
+from runtime.checkpoints.gguf.names import (
+    ARCHITECTURES,
+    LONGROPE_FACTORS,
+    NOT_COMPUTED,
+    ROPE_FACTORS,
+    architecture_of,
+)
+from runtime.checkpoints.gguf.rope import (
+    ATTENTION_FACTOR,
+    ORIGINAL_CONTEXT,
+    RELEASES,
+    TRUNCATE,
+    llama3_factors,
+    longrope_attention,
+    proportional_factors,
+)
 from runtime.checkpoints.rotation import GGUF_KEY, RotationRecord
 
 if TYPE_CHECKING:
@@ -67,8 +81,8 @@ def context(a: Architecture) -> tuple[int, str | None]:
 WINDOWS = ("gemma2", "gemma3", "gpt-oss", "olmo2", "exaone4", "exaone-moe", "cohere2", "llama4", "gemma4")
 
 
-def rope(shown: str, config: Keys, a: Architecture) -> tuple[dict[str, Any], "NDArray[np.float32] | None"]:
-    """`rope_parameters` of the layers that see everything, with every default filled in, and Llama 3's factors.
+def rope(shown: str, config: Keys, a: Architecture) -> tuple[dict[str, Any], "dict[str, NDArray[np.float32]]"]:
+    """`rope_parameters` of the layers that see everything, with every default filled in; tensors with factors.
 
     Raises UserError for scalings that a GGUF file has no words for here.
     """
@@ -83,23 +97,26 @@ def rope(shown: str, config: Keys, a: Architecture) -> tuple[dict[str, Any], "ND
     if kind == "dynamic":
         # Up to the context's end it is no other rotation, but for HunYuan's, which means another base.
         stretch = (said.get("alpha") or 1.0) ** (size / (size - 2))
-        return said | {"rope_type": "default", "rope_theta": said["rope_theta"] * stretch}, None
+        return said | {"rope_type": "default", "rope_theta": said["rope_theta"] * stretch}, {}
     if kind in ("default", "linear") and a.model_type != "gemma4_text":
-        return said, None
+        return said, {}
     if kind == "llama3":
         theta, factor, low, high = (float(said[key]) for key in ("rope_theta", "factor", *_LLAMA_3[:2]))
-        return said, llama3_factors(theta, said["rotated"], factor, low, high, int(said[_LLAMA_3[2]]))
+        return said, {ROPE_FACTORS: llama3_factors(theta, said["rotated"], factor, low, high, int(said[_LLAMA_3[2]]))}
     if a.model_type == "gemma4_text":
         size = a.shape(a.layers - 1).head_dim
         pairs = int((said.get("partial_rotary_factor") or 1.0) * size // 2) if kind == "proportional" else size // 2
         said |= {"rope_type": "default", "rotated": size}
-        return said, proportional_factors(size, pairs, said.get("factor") or 1.0)
+        return said, {ROPE_FACTORS: proportional_factors(size, pairs, said.get("factor") or 1.0)}
     if kind == "yarn":
         said["original_max_position_embeddings"] = said.get("original_max_position_embeddings") or a.max_positions
-        return said, None
+        return said, {}
+    if kind == "longrope" and a.model_type == "phi3":
+        said["attention_factor"] = longrope_attention(said, a.max_positions)
+        return said, {there: np.array(said[key], np.float32) for key, there in LONGROPE_FACTORS.items()}
     raise UserError(
-        f"{shown}: expected rotary frequencies that are plain, linear, llama3 or yarn for GGUF, found {kind!r}"
-        f" with {', '.join(sorted(set(said) - {'rotated'}))}: export it to another form"
+        f"{shown}: expected rotary frequencies that are plain, linear, llama3, yarn or Phi-3's longrope for GGUF, found"
+        f" {kind!r} with {', '.join(sorted(set(said) - {'rotated'}))}: export it to another form"
     )
 
 
@@ -177,6 +194,9 @@ def _rope(a: Architecture, config: Keys, parameters: dict[str, Any]) -> Keys:
         if all_dims := parameters.get("mscale_all_dim"):
             unit = 0.1 if a.latent is not None else 1.0
             out["rope.scaling.yarn_log_multiplier"] = float(all_dims) * unit
+    if parameters["rope_type"] == "longrope":
+        out["rope.scaling.original_context_length"] = int(parameters[ORIGINAL_CONTEXT])
+        out[ATTENTION_FACTOR] = float(parameters["attention_factor"])
     if a.query_growth is not None:
         out["attention.temperature_scale"] = a.query_growth[0]
     return out

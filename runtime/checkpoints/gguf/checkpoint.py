@@ -15,7 +15,7 @@ from runtime.checkpoints.architecture import describe
 from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.gguf.blocks import Groups, unpack
 from runtime.checkpoints.gguf.config import configure
-from runtime.checkpoints.gguf.names import FORMS, HEAD, ROPE_FACTORS
+from runtime.checkpoints.gguf.names import FORMS, HEAD, LONGROPE_FACTORS, ROPE_FACTORS
 from runtime.checkpoints.gguf.part import Order, Part
 from runtime.checkpoints.gguf.parts import alternatives, numbers, parts
 from runtime.checkpoints.gguf.reader import BF16, F16, BlockType, Header, TensorEntry, damaged, read_header
@@ -214,7 +214,7 @@ def _places(header: Header, config: Mapping[str, Any]) -> dict[str, list[Place]]
         known.setdefault(part.tensor, []).append(part)
     places: dict[str, list[Place]] = {}
     for name, entry in header.tensors.items():
-        if name == ROPE_FACTORS or _beyond(name, a.layers, header):
+        if name in (ROPE_FACTORS, *LONGROPE_FACTORS.values()) or _beyond(name, a.layers, header):
             continue
         if name not in known:
             raise UserError(

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from runtime.checkpoints.gguf import gemma, mixtures, state_spaces
 from runtime.checkpoints.gguf.keys import Keys
+from runtime.checkpoints.gguf.rope import ORIGINAL_CONTEXT
 from runtime.checkpoints.gguf.shared_keys import (
     Config,
     biases,
@@ -48,7 +49,10 @@ def _llama(keys: Keys, config: Config) -> Config:
 
 def _phi3(keys: Keys, config: Config) -> Config:
     window = "attention.sliding_window"
-    return {"sliding_window": None if keys.get(window) is None else keys.whole(window)}
+    found: Config = {"sliding_window": None if keys.get(window) is None else keys.whole(window)}
+    if (original := config["rope_parameters"].get(ORIGINAL_CONTEXT)) is not None:
+        found[ORIGINAL_CONTEXT] = original
+    return found
 
 
 def _granite(keys: Keys, config: Config) -> Config:

@@ -134,6 +134,9 @@ NOT_COMPUTED: dict[str, str] = {
 ROPE_FACTORS = "rope_freqs.weight"
 """What Llama 3 divides its rotary frequencies by, one factor each."""
 
+LONGROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
+"""The same of LongRoPE, for short and for long texts, by their keys in config.json."""
+
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 LAYER_TABLE = "per_layer_token_embd.weight"
 """Gemma 4's inputs of layers."""

@@ -1,12 +1,14 @@
 """The rotation of a GGUF file's metadata as `rope_parameters` of config.json."""
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.checkpoints.gguf.keys import Keys
-from runtime.checkpoints.gguf.names import ROPE_FACTORS
+from runtime.checkpoints.gguf.names import LONGROPE_FACTORS, ROPE_FACTORS
 from runtime.checkpoints.gguf.reader import F32, damaged
 from runtime.errors import UserError
 
@@ -18,10 +20,11 @@ RELEASES = ((LOW, HIGH, ORIGINAL), (1.0, 1.0, ORIGINAL))
 # A divisor of the frequencies of pairs that do not turn.
 _STILL = 1e30
 TRUNCATE = "rope.scaling.yarn_truncate"
+ATTENTION_FACTOR, ORIGINAL_CONTEXT = "rope.scaling.attn_factor", "original_max_position_embeddings"
 
 
 def rope_parameters(keys: Keys, head_dim: int) -> dict[str, Any]:
-    """`rope_parameters` of config.json: default, linear, yarn or llama3.
+    """`rope_parameters` of config.json: default, linear, yarn, llama3 or longrope.
 
     Raises UserError for scalings that are not run, and factors that are not Llama 3's.
     """
@@ -34,12 +37,12 @@ def rope_parameters(keys: Keys, head_dim: int) -> dict[str, Any]:
         parameters["partial_rotary_factor"] = rotated / head_dim
     factor = keys.get("rope.scaling.factor")
     kind = keys.get("rope.scaling.type", "none" if factor in (None, 0, 1) else "linear")
-    long = [name for name in keys.header.tensors if name.startswith(("rope_factors_long", "rope_factors_short"))]
-    if long or kind not in ("none", "linear", "yarn"):
-        found = "longrope" if long else kind
+    if any(name in keys.header.tensors for name in LONGROPE_FACTORS.values()):
+        return parameters | _longrope(keys, rotated)
+    if kind not in ("none", "linear", "yarn"):
         raise UserError(
-            f"{keys.shown}: rotary scaling {found!r} is not run from a GGUF file; linear, yarn and Llama 3's are, so"
-            " give the original model directory"
+            f"{keys.shown}: rotary scaling {kind!r} is not run from such a GGUF file; linear, yarn and Llama 3's are,"
+            " so give the original model directory"
         )
     if ROPE_FACTORS in keys.header.tensors:
         own = _proportional if keys.architecture == "gemma4" else _llama3
@@ -128,12 +131,31 @@ def _proportional(keys: Keys, base: float, rotated: int) -> dict[str, Any]:
     return {"rope_type": "proportional", "partial_rotary_factor": (2 * turning + 0.5) / rotated, "factor": factor}
 
 
-def _factors(keys: Keys, rotated: int) -> NDArray[np.float32]:
+def longrope_attention(parameters: Mapping[str, Any], positions: int) -> float:
+    """What LongRoPE multiplies cosines and sines by, of a model of so many positions."""
+    if (told := parameters.get("attention_factor")) is not None:
+        return float(told)
+    original = parameters[ORIGINAL_CONTEXT]
+    factor = parameters.get("factor") or positions / original
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+
+
+def _longrope(keys: Keys, rotated: int) -> dict[str, Any]:
+    """LongRoPE's parameters, both sets of factors."""
+    sets = {key: _factors(keys, rotated, name).tolist() for key, name in LONGROPE_FACTORS.items()}
+    return sets | {
+        "rope_type": "longrope",
+        ORIGINAL_CONTEXT: keys.whole("rope.scaling.original_context_length"),
+        "attention_factor": keys.number(ATTENTION_FACTOR, 1.0),
+    }
+
+
+def _factors(keys: Keys, rotated: int, name: str = ROPE_FACTORS) -> NDArray[np.float32]:
     """(rotated / 2,) the tensor's numbers. Raises UserError for another form."""
-    entry = keys.header.tensors[ROPE_FACTORS]
-    if entry.kind != F32 or entry.shape != (rotated // 2,):
-        what = f"{entry.kind.name} {list(entry.shape)}"
-        raise damaged(keys.shown, f"tensor {ROPE_FACTORS} must hold {rotated // 2} F32 factors, found {what}")
+    entry = keys.header.tensors.get(name)
+    if entry is None or entry.kind != F32 or entry.shape != (rotated // 2,):
+        what = "none" if entry is None else f"{entry.kind.name} {list(entry.shape)}"
+        raise damaged(keys.shown, f"tensor {name} must hold {rotated // 2} F32 factors, found {what}")
     return np.fromfile(keys.header.path, "<f4", rotated // 2, offset=entry.start)
 
 

@@ -225,6 +225,25 @@ def test_linear_and_yarn_scalings_are_read_and_others_are_not(written: Callable[
         open_checkpoint(written(*model(**said, **{"llama.rope.scaling.type": "longrope"})))
 
 
+def test_longrope_s_factors_are_two_tensors(written: Callable[..., Path]) -> None:
+    metadata, tensors = model(
+        **{"llama.rope.scaling.original_context_length": 32, "llama.rope.scaling.attn_factor": 1.25}
+    )
+    for number, name in enumerate(("short", "long")):
+        tensors[f"rope_factors_{name}.weight"] = (F32, (32,), np.full(32, 1.5 + number, np.float32).tobytes())
+    found = open_checkpoint(written(metadata, tensors)).config["rope_parameters"]
+    assert found["rope_type"] == "longrope" and found["original_max_position_embeddings"] == 32
+    assert (
+        found["short_factor"] == [1.5] * 32 and found["long_factor"] == [2.5] * 32 and found["attention_factor"] == 1.25
+    )
+    del metadata["llama.rope.scaling.original_context_length"]
+    with pytest.raises(UserError, match="original_context_length must be a positive integer"):
+        open_checkpoint(written(metadata, tensors))
+    del tensors["rope_factors_short.weight"]
+    with pytest.raises(UserError, match=r"rope_factors_short\.weight must hold 32 F32 factors, found none"):
+        open_checkpoint(written(metadata, tensors))
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"general.architecture": "mamba"}, "'mamba' is not run from a GGUF file"),
     "no architecture": ({"general.architecture": None}, "None is not run"),

@@ -1,5 +1,6 @@
 """LongRoPE: two sets of factors, of which all texts of a decoder take the same; logits are transformers'."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from compress.export import silent
+from compress.export.gguf.file import write as write_gguf
 from runtime import load
 from runtime.contract import Rows
 from runtime.errors import UserError
@@ -27,20 +30,27 @@ ROPE = {
 
 @pytest.fixture(scope="module")
 def phi(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Phi-4-mini's kind of model."""
+    return write(tmp_path_factory.mktemp("phi") / "model", FIRST)
+
+
+def write(path: Path, first: int) -> Path:
+    """Phi-4-mini's kind of model, whose short texts have `first` tokens at most."""
     from transformers import Phi3Config, Phi3ForCausalLM
 
     sizes: dict[str, Any] = {"vocab_size": 320, "hidden_size": 80, "intermediate_size": 96, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 5, "num_key_value_heads": 1, "max_position_embeddings": ALL}
     tokens = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
     torch.manual_seed(3)
-    made = Phi3ForCausalLM(Phi3Config(**sizes, **tokens, rope_parameters=ROPE, original_max_position_embeddings=FIRST))
+    rope = {"rope_parameters": ROPE | {"original_max_position_embeddings": first}}
+    made = Phi3ForCausalLM(Phi3Config(**sizes, **tokens, **rope, original_max_position_embeddings=first))
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    path = tmp_path_factory.mktemp("phi") / "model"
     made.save_pretrained(path)
     byte_tokenizer().save_pretrained(path)
+    content = json.loads((path / "tokenizer.json").read_text())
+    content["pre_tokenizer"]["use_regex"] = True  # so that GGUF has a name for it
+    (path / "tokenizer.json").write_text(json.dumps(content))
     return path
 
 
@@ -89,6 +99,15 @@ def test_there_are_positions_for_what_is_rotated_so(phi: Path) -> None:
     assert result.exit_code == 2 and "64 positions" in result.output and "--context" in result.output
     longer = ["--target", str(phi), "--prompt", "x" * 200, "--max-new-tokens", "4", "--context", "300"]
     assert CliRunner().invoke(app, longer).exit_code == 0
+
+
+def test_a_gguf_file_has_both_sets(phi: Path, tmp_path: Path) -> None:
+    """llama.cpp reads it so: tests/test_gguf_peer.py."""
+    write_gguf(phi, tmp_path, silent, floats="f32")
+    for count, context in ((FIRST, None), (FIRST + 50, ALL)):
+        found = ours(tmp_path / "model.gguf", count, "auto", context)
+        assert torch.equal(found, ours(phi, count, "auto", context))
+    assert load(tmp_path / "model.gguf", threads=1).decoder.max_positions == FIRST
 
 
 @pytest.mark.parametrize("length", [None, "x", 0])
