@@ -87,7 +87,7 @@ def beam_search(
     if stop is not None and not all(isinstance(token, int) for token in stop):
         raise UserError(f"beam search stops at token ids only, but stop is {list(stop)!r}; leave out the texts.")
     decoder, tokenizer = model.decoder, model.tokenizer
-    tokens = encode(tokenizer, prompt, decoder.vocab_size, decoder.max_positions, getattr(decoder, "beyond", ""))
+    tokens = encode(tokenizer, prompt, decoder)
     stops, _ = resolve(stop, model, decoder.vocab_size)
     limit = min(max_new_tokens, decoder.max_positions - len(tokens))
     found = []

@@ -104,7 +104,7 @@ def make_request(
         )
     decoder, tokenizer = target.decoder, target.tokenizer
     require_known(sampling, decoder.vocab_size)
-    tokens = encode(tokenizer, prompt, decoder.vocab_size, decoder.max_positions, getattr(decoder, "beyond", ""))
+    tokens = encode(tokenizer, prompt, decoder)
     stop_tokens, strings = resolve(stop, target, decoder.vocab_size)
     if (wrong := next((token for token in resumed if not 0 <= token < decoder.vocab_size), None)) is not None:
         raise UserError(f"the text to go on with holds token {wrong}, which the target's vocabulary does not have.")

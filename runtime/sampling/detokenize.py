@@ -11,6 +11,8 @@ from runtime.errors import UserError, fault_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from runtime.contract import Decoder
+
 # Tokens of the prompt that new tokens are decoded after: some tokenizers write a word's space only after another word.
 _CONTEXT = 6
 
@@ -101,22 +103,19 @@ def require_same_vocabulary(target: Any, draft: Any) -> None:
     )
 
 
-def encode(
-    tokenizer: Any, prompt: str | Sequence[int], vocab_size: int, max_positions: int, beyond: str = ""
-) -> list[int]:
+def encode(tokenizer: Any, prompt: str | Sequence[int], decoder: "Decoder") -> list[int]:
     """The prompt's token ids, with the special tokens that the tokenizer adds to a text.
-
-    beyond  what else can be done about a prompt that is too long, as a sentence after a space.
 
     Raises UserError for an empty prompt, one that leaves no position for a new token, or ids outside the vocabulary.
     """
     tokens = list(tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else list(prompt)
     if not prompt or not tokens:
         raise UserError("the prompt must hold at least one token, but is empty; give some text to continue.")
+    vocab_size, max_positions = decoder.vocab_size, decoder.max_positions
     if len(tokens) >= max_positions:
         raise UserError(
             f"the prompt has {len(tokens)} tokens, but the target has {max_positions} positions and needs one for a "
-            f"new token; shorten the prompt to at most {max_positions - 1} tokens.{beyond}"
+            f"new token; shorten the prompt to at most {max_positions - 1} tokens.{getattr(decoder, 'beyond', '')}"
         )
     wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
     if wrong is not None:

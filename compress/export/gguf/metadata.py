@@ -25,10 +25,10 @@ from runtime.checkpoints.gguf.rope import (
     RELEASES,
     TRUNCATE,
     llama3_factors,
-    longrope_attention,
     proportional_factors,
 )
 from runtime.checkpoints.rotation import GGUF_KEY, RotationRecord
+from runtime.model.rotary import frequencies
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -81,17 +81,18 @@ def context(a: Architecture) -> tuple[int, str | None]:
 WINDOWS = ("gemma2", "gemma3", "gpt-oss", "olmo2", "exaone4", "exaone-moe", "cohere2", "llama4", "gemma4")
 
 
-def rope(shown: str, config: Keys, a: Architecture) -> tuple[dict[str, Any], "dict[str, NDArray[np.float32]]"]:
+def rope(shown: str, config: Any, a: Architecture) -> tuple[dict[str, Any], "dict[str, NDArray[np.float32]]"]:
     """`rope_parameters` of the layers that see everything, with every default filled in; tensors with factors.
 
     Raises UserError for scalings that a GGUF file has no words for here.
     """
-    whole = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    values = as_values(config)
+    whole = values.get("rope_parameters") or values.get("rope_scaling") or {}
     said = dict(whole.get("full_attention") or whole.get("sliding_attention") or whole)
     said.setdefault("rope_type", said.pop("type", "default"))
-    said.setdefault("rope_theta", config.get("rope_theta") or 10_000.0)
+    said.setdefault("rope_theta", values.get("rope_theta") or 10_000.0)
     size = a.head_dim if a.latent is None else a.latent.rotated
-    share = said.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    share = said.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
     said["rotated"] = int(size * share)
     kind = said["rope_type"]
     if kind == "dynamic":
@@ -112,7 +113,7 @@ def rope(shown: str, config: Keys, a: Architecture) -> tuple[dict[str, Any], "di
         said["original_max_position_embeddings"] = said.get("original_max_position_embeddings") or a.max_positions
         return said, {}
     if kind == "longrope" and a.model_type == "phi3":
-        said["attention_factor"] = longrope_attention(said, a.max_positions)
+        said["attention_factor"] = frequencies(config)[1]
         return said, {there: np.array(said[key], np.float32) for key, there in LONGROPE_FACTORS.items()}
     raise UserError(
         f"{shown}: expected rotary frequencies that are plain, linear, llama3, yarn or Phi-3's longrope for GGUF, found"

@@ -1,7 +1,5 @@
 """The rotation of a GGUF file's metadata as `rope_parameters` of config.json."""
 
-import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -129,15 +127,6 @@ def _proportional(keys: Keys, base: float, rotated: int) -> dict[str, Any]:
         )
     # The half keeps its share of the dimensions from being rounded down to fewer pairs.
     return {"rope_type": "proportional", "partial_rotary_factor": (2 * turning + 0.5) / rotated, "factor": factor}
-
-
-def longrope_attention(parameters: Mapping[str, Any], positions: int) -> float:
-    """What LongRoPE multiplies cosines and sines by, of a model of so many positions."""
-    if (told := parameters.get("attention_factor")) is not None:
-        return float(told)
-    original = parameters[ORIGINAL_CONTEXT]
-    factor = parameters.get("factor") or positions / original
-    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
 def _longrope(keys: Keys, rotated: int) -> dict[str, Any]:
