@@ -82,7 +82,7 @@ class Engine:
         self._apart: list[RequestState] = []  # of a forward that failed: each is run alone, to find whose fault it was
         self._failed: list[Request] = []
         self._count = 0
-        self._learning = 0.0  # seconds that learning from the last round took
+        self._after = 0.0  # seconds of the last round after its times
 
     @property
     def busy(self) -> bool:
@@ -160,13 +160,15 @@ class Engine:
         if rests is not None:
             rests.rested(times[-1] - started)
         elif self._drafters.learning:
-            learn(batch, drafts, outcomes, times, seconds, self._learning)
-            self._learning = self.clock.now() - times[-1]
+            learn(batch, drafts, outcomes, times, seconds, self._after)
         changed, shares = [], shares_of(batch, drafts, times)
         for part, draft, outcome in zip(batch, drafts, outcomes, strict=True):
             account(part, draft, outcome, shares)
             if self._settle(part, draft, outcome, times):
                 changed.append(part.state.request)
+        self._after = (
+            self.clock.now() - times[-1] if batch[0].state.handle >= 0 else 0.0
+        )  # closing a text is of no round
         return changed + self._take_failed() if self._failed else changed
 
     def _settle(self, part: ScheduledRequest, draft: Draft, outcome: Outcome | None, times: Sequence[float]) -> bool:

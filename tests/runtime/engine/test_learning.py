@@ -9,9 +9,13 @@ from runtime import Model, load
 from runtime.engine import metrics
 from runtime.engine.engine import Engine
 from runtime.sampling.params import Sampling
+from runtime.speculative.by_drafter import Taken
+from runtime.speculative.choice import Choice
 from runtime.speculative.draft import Draft, Outcome, Request
 from runtime.speculative.draft_length import Controller
+from runtime.speculative.drafters.fallback import ChosenDrafter
 from runtime.speculative.drafters.lookup import LookupDrafter
+from runtime.speculative.drafters.model import ModelDrafter
 from runtime.speculative.measured import Round
 from runtime.speculative.settled import DraftBudget
 
@@ -94,3 +98,35 @@ def test_a_round_that_rests_is_told_to_its_controller_alone(target: Model) -> No
     assert min(rested) > 0 and len(rested) == 8 and [one.budget for one in observed] == [2] * 4
     # The drafter hears of the rounds that were not rests: the first prompt's among them.
     assert heard == [1, 1, 1, 2, 2]
+
+
+def test_settling_a_round_counts_in_the_next_one_of_the_text(target: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, told = [0.0], list[list[Taken]]()
+
+    class Stopped(metrics.Clock):
+        def now(self) -> float:
+            return seconds[0]
+
+    class Settles(metrics.Metrics):
+        @property
+        def arrivals(self) -> list[list[float]]:
+            seconds[0] += 2.0
+            return self.__dict__.setdefault("_arrivals", [[]])
+
+        @arrivals.setter
+        def arrivals(self, given: list[list[float]]) -> None:
+            self.__dict__["_arrivals"] = given
+
+    monkeypatch.setattr(Choice, "observe", lambda choice, text, taken: told[-1].append(taken))
+    chosen = ChosenDrafter([LookupDrafter(), ModelDrafter(target)])
+    engine = Engine(target.decoder, chosen, Controller(), "coupled", target.decoder.new_cache(), clock=Stopped())
+    for number in range(2):
+        told.append([])
+        tokens = target.tokenizer.encode("x = x = x =")
+        engine.add(Request(number, tokens, len(tokens), Sampling(), 20), Settles())
+        while engine.busy:
+            engine.step()
+    # The clock moves only where a round is settled, the first of a text, which reads its prompt and is not told, too.
+    # What follows a text's last round is no other text's.
+    for rounds in told:
+        assert len(rounds) > 2 and all(one.rest == 2.0 for one in rounds)
