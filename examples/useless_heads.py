@@ -4,8 +4,8 @@
     python examples/useless_heads.py --shape tinyllama-tenth --kinds oracle,block,eagle3 --rounds 9
 
 All drafters have random weights in the sizes that such drafters have; the oracle drafts with a model and is wrong each
-time. Plain decoding and the drafters take turns. "First" is what a new controller's first texts cost, while it finds
-out; "after" are the same texts again.
+time. Plain decoding and the drafters take turns, text by text. "First" is what a new controller's first texts cost,
+while it finds out; "after" are the same texts again.
 """
 
 import json
@@ -136,13 +136,15 @@ def measured(
         drafters: dict[str, Drafter] = {"": NoDrafter()}
         drafters |= {kind: drafter_of(kind, model, plain, Path(folder), small) for kind in kinds}
         for number in range(rounds + 1):
-            spent: dict[str, tuple[float, float, float]] = {}
             turns = list(drafters.items())
-            for kind, drafter in turns if number % 2 else reversed(turns):
-                way = Way(drafter, Controller() if kind else 0, model.decoder.new_cache())
-                began, job = time.process_time(), replace(plain, drafter=drafter)
-                first, after = (run_once(job, way).seconds for _ in range(2))
-                spent[kind] = first, after, time.process_time() - began
+            ways = {kind: Way(one, Controller() if kind else 0, model.decoder.new_cache()) for kind, one in turns}
+            spent = {kind: [0.0, 0.0, 0.0] for kind in drafters}
+            for text in range(2 * count):
+                for kind, drafter in turns if (number + text) % 2 else reversed(turns):
+                    began, item = time.process_time(), items[text % count]
+                    took = run_once(replace(plain, drafter=drafter), ways[kind], [item]).seconds
+                    spent[kind][text // count] += took
+                    spent[kind][2] += time.process_time() - began
             for kind in kinds if number else ():
                 a, b, c = (mine / base for mine, base in zip(spent[kind], spent[""], strict=True))
                 found[kind].append((a, b, c))
