@@ -39,7 +39,6 @@ struct alignas(64) TileShapes {
 inline void fence() { asm volatile("" ::: "memory"); }
 
 inline B64 set_bytes(int x) { return {_mm512_set1_epi8(static_cast<char>(x))}; }
-inline B64 sub_bytes(B64 a, B64 b) { return {_mm512_sub_epi8(a.v, b.v)}; }
 inline void store64(uint8_t* p, B64 a) { _mm512_store_si512(p, a.v); }
 
 constexpr int64_t WIDE = 2 * TILE * TILE_BYTES;
@@ -50,32 +49,103 @@ struct WideTile {
 };
 
 template <class Scheme, int I, class Raw>
-inline void widen(const Scheme& scheme, Raw left, Raw right, B64 less, int64_t quad, WideTile* to) {
+inline void widen(const Scheme& scheme, Raw left, Raw right, int64_t quad, WideTile* to) {
     if constexpr (I < Scheme::STEP / 4) {
         WideTile& tile = to[quad / TILE];
-        store64(tile.half[0] + quad % TILE * TILE_BYTES, sub_bytes(scheme.template part<I>(left), less));
-        store64(tile.half[1] + quad % TILE * TILE_BYTES, sub_bytes(scheme.template part<I>(right), less));
-        widen<Scheme, I + 1>(scheme, left, right, less, quad + 1, to);
+        store64(tile.half[0] + quad % TILE * TILE_BYTES, scheme.template part<I>(left));
+        store64(tile.half[1] + quad % TILE * TILE_BYTES, scheme.template part<I>(right));
+        widen<Scheme, I + 1>(scheme, left, right, quad + 1, to);
     }
 }
 
-// `inputs` inputs from `codes` on; returns the tiles that they fill.
+// Inputs from..to of those at `codes`.
 template <class Scheme>
-inline int64_t widen_inputs(const Scheme& scheme, const Weights& w, const uint8_t* codes, int64_t inputs, WideTile* to) {
-    const B64 less = set_bytes(scheme.above(w));
-    for (int64_t k = 0; k < inputs; k += Scheme::STEP, codes += Scheme::BYTES) {
+inline void widen_inputs(const Scheme& scheme, const uint8_t* codes, int64_t from, int64_t to, WideTile* tiles) {
+    codes += from / Scheme::STEP * Scheme::BYTES;
+    for (int64_t k = from; k < to; k += Scheme::STEP, codes += Scheme::BYTES) {
         scheme.fetch(codes + AHEAD);
         scheme.fetch(codes + AHEAD + Scheme::BYTES / 2);
-        widen<Scheme, 0>(scheme, scheme.read(codes), scheme.read(codes + Scheme::BYTES / 2), less, k / 4, to);
+        widen<Scheme, 0>(scheme, scheme.read(codes), scheme.read(codes + Scheme::BYTES / 2), k / 4, tiles);
     }
-    const int64_t tiles = (inputs + TILE_BYTES - 1) / TILE_BYTES;
-    for (int64_t quad = inputs / 4; quad < tiles * TILE; quad++)
-        for (auto& half : to[quad / TILE].half) store64(half + quad % TILE * TILE_BYTES, set_bytes(0));
-    return tiles;
 }
 
-// Sums of up to 32 rows over `tiles` tiles, `more` of them on top of what `sums` has. The last 64 bytes of a row may end
-// beyond it: its `last` bytes are then read by way of a copy.
+// What a last tile has beyond `inputs`.
+inline void zero_rest(int64_t inputs, WideTile* tiles) {
+    for (int64_t quad = inputs / 4; quad % TILE; quad++)
+        for (auto& half : tiles[quad / TILE].half) store64(half + quad % TILE * TILE_BYTES, set_bytes(0));
+}
+
+template <bool LOWER>
+inline void zero_sums() {
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (LOWER) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+}
+
+// To sums[32][32].
+template <bool LOWER>
+inline void store_sums(int32_t* sums) {
+    constexpr int64_t ROW = BLOCK * 4;
+    _tile_stored(0, sums, ROW);
+    _tile_stored(1, sums + TILE, ROW);
+    if constexpr (LOWER) {
+        _tile_stored(2, sums + TILE * BLOCK, ROW);
+        _tile_stored(3, sums + TILE * BLOCK + TILE, ROW);
+    }
+    fence();
+}
+
+template <bool LOWER, bool UNSIGNED_INPUTS>
+inline void multiply_left() {
+    if constexpr (UNSIGNED_INPUTS) {
+        _tile_dpbusd(0, 4, 6);
+        if constexpr (LOWER) _tile_dpbusd(2, 5, 6);
+    } else {
+        _tile_dpbsud(0, 4, 6);
+        if constexpr (LOWER) _tile_dpbsud(2, 5, 6);
+    }
+}
+
+template <bool LOWER, bool UNSIGNED_INPUTS>
+inline void multiply_right() {
+    if constexpr (UNSIGNED_INPUTS) {
+        _tile_dpbusd(1, 4, 7);
+        if constexpr (LOWER) _tile_dpbusd(3, 5, 7);
+    } else {
+        _tile_dpbsud(1, 4, 7);
+        if constexpr (LOWER) _tile_dpbsud(3, 5, 7);
+    }
+}
+
+// Up to 32 rows of 64 inputs, `apart` bytes from row to row, times 32 outputs of which 16 lie at `left`, the others at
+// `right`; added to the sums. Where inputs are not unsigned weights are. `meanwhile` is called with 0 to 3, for work that the
+// processor does while it waits for tiles.
+template <bool LOWER, bool UNSIGNED_INPUTS, class Meanwhile>
+inline void multiply_tile(const int8_t* x, int64_t apart, const uint8_t* left, const uint8_t* right, int64_t weights_apart,
+                          Meanwhile meanwhile) {
+    fence();
+    _tile_loadd(4, x, apart);
+    if constexpr (LOWER) _tile_loadd(5, x + TILE * apart, apart);
+    meanwhile(0);
+    _tile_loadd(6, left, weights_apart);
+    meanwhile(1);
+    _tile_loadd(7, right, weights_apart);
+    multiply_left<LOWER, UNSIGNED_INPUTS>();
+    meanwhile(2);
+    multiply_right<LOWER, UNSIGNED_INPUTS>();
+    meanwhile(3);
+}
+
+// The last `bytes` of each row, from `x` on: 64 bytes of a tile could end beyond it.
+inline void copy_ends(const int8_t* x, int64_t stride, int64_t rows, int64_t bytes, int8_t* to) {
+    for (int64_t m = 0; m < rows; m++) std::memcpy(to + m * TILE_BYTES, x + m * stride, static_cast<size_t>(bytes));
+}
+
+// Sums of up to 32 rows over `tiles` tiles, `more` of them on top of what `sums` has. `last`: bytes of the last tile in each
+// row where it ends before 64, else 0.
 template <bool LOWER, bool UNSIGNED_INPUTS, bool DIRECT>
 inline void multiply_tiles(const int8_t* x, int64_t stride, int64_t rows, const uint8_t* weights, int64_t tiles,
                            int64_t last, bool more, const uint8_t* next, int64_t lines, int32_t* sums) {
@@ -90,50 +160,17 @@ inline void multiply_tiles(const int8_t* x, int64_t stride, int64_t rows, const 
             _tile_loadd(3, sums + TILE * BLOCK + TILE, ROW);
         }
     } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        if constexpr (LOWER) {
-            _tile_zero(2);
-            _tile_zero(3);
-        }
+        zero_sums<LOWER>();
     }
     alignas(64) int8_t copy[PAIR * TILE_BYTES];
     for (int64_t t = 0; t < tiles; t++, x += TILE_BYTES) {
-        const int8_t* from = x;
-        int64_t apart = stride;
-        if (last && t == tiles - 1) {
-            for (int64_t m = 0; m < rows; m++) std::memcpy(copy + m * TILE_BYTES, x + m * stride, static_cast<size_t>(last));
-            from = copy, apart = TILE_BYTES;
-            fence();
-        }
+        const bool ends = last && t == tiles - 1;
+        if (ends) copy_ends(x, stride, rows, last, copy);
         for (int64_t line = 0; line < lines; line++, next += TILE_BYTES) __builtin_prefetch(next, 0, 2);
-        _tile_loadd(4, from, apart);
-        _tile_loadd(6, weights + t * WIDE, APART);
-        _tile_loadd(7, weights + t * WIDE + RIGHT, APART);
-        if constexpr (LOWER) _tile_loadd(5, from + TILE * apart, apart);
-        if constexpr (UNSIGNED_INPUTS) {
-            _tile_dpbusd(0, 4, 6);
-            _tile_dpbusd(1, 4, 7);
-            if constexpr (LOWER) {
-                _tile_dpbusd(2, 5, 6);
-                _tile_dpbusd(3, 5, 7);
-            }
-        } else {
-            _tile_dpbssd(0, 4, 6);
-            _tile_dpbssd(1, 4, 7);
-            if constexpr (LOWER) {
-                _tile_dpbssd(2, 5, 6);
-                _tile_dpbssd(3, 5, 7);
-            }
-        }
+        const uint8_t* left = weights + t * WIDE;
+        multiply_tile<LOWER, UNSIGNED_INPUTS>(ends ? copy : x, ends ? TILE_BYTES : stride, left, left + RIGHT, APART, [](int) {});
     }
-    _tile_stored(0, sums, ROW);
-    _tile_stored(1, sums + TILE, ROW);
-    if constexpr (LOWER) {
-        _tile_stored(2, sums + TILE * BLOCK, ROW);
-        _tile_stored(3, sums + TILE * BLOCK + TILE, ROW);
-    }
-    fence();
+    store_sums<LOWER>(sums);
 }
 
 // What turns the sums of a block's group into numbers, loaded once for a panel of rows.
@@ -141,6 +178,18 @@ struct GroupScale {
     F16 scale[2], offset[2];
     I16 start[2];
 };
+
+template <class Scheme>
+inline GroupScale scale_of(const Scheme& scheme, const Weights& w, int64_t block, int64_t group) {
+    GroupScale of;
+    for (int h = 0; h < 2; h++) {
+        const int64_t at = (block * w.groups + group) * BLOCK + h * LANES;
+        of.scale[h] = load_scale(w, at);
+        if (w.offset) of.offset[h] = load(w.offset + at);
+        if constexpr (Scheme::UNSIGNED_INPUTS) of.start[h] = scheme.start(w, at, 0);
+    }
+    return of;
+}
 
 // add_group of `groups` groups in a row and of `rows` rows: sums[group][32][32] to the tile.
 template <class Scheme>
@@ -154,8 +203,8 @@ inline void add_groups(const Scheme& scheme, const Weights& w, const GroupScale*
             const F16 sum = set(static_cast<float>(input_sums[g]));
 #pragma GCC unroll 2
             for (int h = 0; h < 2; h++) {
-                I16 acc = loadi(sums + g * PAIR * BLOCK + h * LANES);
-                if constexpr (Scheme::UNSIGNED_INPUTS) acc = addi(acc, of[g].start[h]);
+                const I16 start = Scheme::UNSIGNED_INPUTS ? of[g].start[h] : scheme.start(w, 0, input_sums[g]);
+                const I16 acc = addi(loadi(sums + g * PAIR * BLOCK + h * LANES), start);
                 F16 term = mul(to_float(scheme.total(acc, input_sums[g])), of[g].scale[h]);
                 if (w.offset) term = sub(term, mul(sum, of[g].offset[h]));
                 term = mul(term, by);
@@ -182,18 +231,15 @@ void tiled_panel(const Weights& w, const Inputs& in, int64_t row, int64_t rows, 
     const TileShapes whole(PAIR), end(rest);
     for (int64_t group = 0; group < w.groups; group += together) {
         const int64_t groups = std::min(w.groups - group, together);
-        for (int64_t g = 0; g < groups; g++)
-            for (int h = 0; h < 2; h++) {
-                const int64_t at = (block * w.groups + group + g) * BLOCK + h * LANES;
-                of[g].scale[h] = load_scale(w, at);
-                if (w.offset) of[g].offset[h] = load(w.offset + at);
-                if constexpr (Scheme::UNSIGNED_INPUTS) of[g].start[h] = scheme.start(w, at, 0);
-            }
+        for (int64_t g = 0; g < groups; g++) of[g] = scale_of(scheme, w, block, group + g);
         for (int64_t k = 0; k < size; k += SLAB) {
             const int64_t inputs = std::min(size - k, SLAB);
             const uint8_t* const read = DIRECT ? codes : slab->half[0];
             for (int64_t g = 0; g < groups; g++, codes += inputs / Scheme::STEP * Scheme::BYTES)
-                if constexpr (!DIRECT) widen_inputs(scheme, w, codes, inputs, slab + g * tiles);
+                if constexpr (!DIRECT) {
+                    widen_inputs(scheme, codes, 0, inputs, slab + g * tiles);
+                    zero_rest(inputs, slab + g * tiles);
+                }
             fence();
             const int64_t filled = (inputs + TILE_BYTES - 1) / TILE_BYTES;
             // While the tiles multiply, the next codes come from memory.
@@ -231,8 +277,57 @@ void tiled_panel(const Weights& w, const Inputs& in, int64_t row, int64_t rows, 
     }
 }
 
+// Up to 32 rows where one group has all inputs: while a tile is loaded and multiplied the second next is widened, a quarter at
+// a time. The next would be read from stores that have not left the processor's buffers yet.
+template <class Scheme, bool LOWER>
+void few_tiled(const Weights& w, const Inputs& in, int64_t first, int64_t last, float* y, int64_t stride, bool add_to) {
+    // What is widened at once: a tile, or a step's several.
+    constexpr int64_t UNIT = std::max<int64_t>(TILE_BYTES, Scheme::STEP), TILES = UNIT / TILE_BYTES, BEFORE = 2, KEPT = 4;
+    constexpr int64_t PART = std::max<int64_t>(UNIT / 4, Scheme::STEP);
+    WideTile kept[KEPT][TILES];
+    alignas(64) float tile[PAIR * BLOCK];
+    alignas(64) int32_t sums[PAIR * BLOCK];
+    alignas(64) int8_t ends[PAIR * TILE_BYTES];
+    const Scheme scheme(w);
+    const int64_t size = w.group, tiles = (size + TILE_BYTES - 1) / TILE_BYTES, rest = size % TILE_BYTES;
+    copy_ends(in.codes + size - rest, in.stride, in.rows, rest, ends);
+    for (int64_t block = first; block < last; block++) {
+        const uint8_t* codes = w.codes + block * (size / Scheme::STEP) * Scheme::BYTES;
+        const auto widen_part = [&](int64_t unit, int part) {
+            const int64_t begin = unit * UNIT, inputs = std::min(size - begin, UNIT), from = part * PART;
+            if (from >= inputs) return;
+            WideTile* const to = kept[unit % KEPT];
+            const int64_t end = std::min(from + PART, inputs);
+            widen_inputs(scheme, codes + begin / Scheme::STEP * Scheme::BYTES, from, end, to);
+            if (end == inputs) zero_rest(inputs, to);
+        };
+        for (int64_t unit = 0; unit < BEFORE; unit++)
+            for (int part = 0; part < 4; part++) widen_part(unit, part);
+        zero_sums<LOWER>();
+        for (int64_t t = 0; t < tiles; t++) {
+            const auto& half = kept[t / TILES % KEPT][t % TILES].half;
+            const bool end = rest && t == tiles - 1;
+            multiply_tile<LOWER, Scheme::UNSIGNED_INPUTS>(end ? ends : in.codes + t * TILE_BYTES, end ? TILE_BYTES : in.stride,
+                                                         half[0], half[1], TILE_BYTES, [&](int part) {
+                if (t % TILES == 0) widen_part(t / TILES + BEFORE, part);
+                fence();
+            });
+        }
+        store_sums<LOWER>(sums);
+        const GroupScale of = scale_of(scheme, w, block, 0);
+        add_groups(scheme, w, &of, 1, sums, in.rows, in.step, in.sums, true, tile);
+        for (int64_t m = 0; m < in.rows; m++) finish<1>(w, block, tile + m * BLOCK, y + m * stride, stride, add_to);
+    }
+}
+
 template <class Scheme>
 void tiled_linear(const Weights& w, const Inputs& in, int64_t first, int64_t last, float* y, int64_t stride, bool add_to) {
+    if (Scheme::STEP > 4 && w.groups == 1 && in.rows <= PAIR) {
+        const TileShapes shapes(in.rows);
+        _tile_loadconfig(&shapes);
+        (in.rows > TILE ? few_tiled<Scheme, true> : few_tiled<Scheme, false>)(w, in, first, last, y, stride, add_to);
+        return _tile_release();
+    }
     const int64_t most = std::clamp(PANEL_BYTES / in.stride / PAIR * PAIR, PAIR, PANEL);
     // Panels of about equal size: a last one of a few rows would widen all codes for them.
     const int64_t panels = (in.rows + most - 1) / most, pairs = (in.rows + PAIR - 1) / PAIR;

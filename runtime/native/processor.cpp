@@ -18,13 +18,15 @@ namespace specpress {
 
 namespace {
 
-#if defined(__x86_64__) && defined(__GNUC__)
 // AMX's tiles with products of bytes: leaf 7's bits 24 and 25 of EDX.
 bool has_tiles() {
+#if defined(__x86_64__) && defined(__GNUC__)
     unsigned a, b, c, d;
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 24 & 3) == 3;
-}
+#else
+    return false;
 #endif
+}
 
 bool is_zen5() {
 #if (defined(__x86_64__) || defined(_M_X64)) && defined(__GNUC__)
@@ -40,7 +42,7 @@ bool is_zen5() {
 
 }  // namespace
 
-const bool READS_LITTLE_AHEAD = is_zen5(), FETCHES_PAST_L2 = is_zen5();
+const bool READS_LITTLE_AHEAD = is_zen5(), FETCHES_PAST_L2 = is_zen5(), READS_HARDLY_AHEAD = has_tiles();
 
 bool may_use_tiles() {
     // Linux saves tiles for processes only that have asked for it: ARCH_REQ_XCOMP_PERM of component 18, since 5.16.

@@ -18,6 +18,10 @@ bool may_use_tiles();
 // less far ahead by itself, for its speed, than Zen 4, which such fetches slow down; of others nothing is known.
 extern const bool READS_LITTLE_AHEAD;
 
+// Whether they gain so at any number of rows: Xeons with AMX read a few rows of codes at 13 to 20 GB/s by themselves where they
+// read 18 to 25 with it (docs/kernels.md).
+extern const bool READS_HARDLY_AHEAD;
+
 // Whether codes are fetched into the cache of the first level alone, past that of the second, which they would only fill
 // with what nothing reads again. On Zen 5 most products then take up to 10 % less time (docs/kernels.md); of other
 // processors it is not known.

@@ -169,9 +169,14 @@ struct Trellis : IntegerScheme<Trellis<BITS>, 16> {
     static constexpr int64_t BYTES = 64 * BITS;
     // Decoding leaves the processor too few loads in sight to read ahead by.
     static constexpr int FETCH_ROWS = 1;
+    static constexpr int FEW_TILED = 4;
     static constexpr bool WHOLE = !NARROW;
     Decoder<BITS> decoder;
     explicit Trellis(const Weights& w) : IntegerScheme<Trellis<BITS>, 16>(w), decoder(w.levels) {}
+    // Half of a step's.
+    void fetch(const uint8_t* codes) const {
+        for (int64_t line = 0; line < BYTES / 2; line += 64) prefetch(codes + line);
+    }
     Sequence read(const uint8_t* codes) const { return {codes}; }
     int above(const Weights&) const { return RAISED; }
     template <int I>
@@ -230,11 +235,11 @@ inline void write_levels(const Decoder<BITS>& decoder, const uint8_t* left, cons
 // A few rows take levels from the registers in which they were decoded; for more each block is decoded once, into memory.
 template <int BITS>
 void linear_of(const Weights& w, const Inputs& in, int64_t first, int64_t last, float* y, int64_t stride, bool add_to) {
-    if (in.rows <= MAX_ROWS) return linear<Trellis<BITS>>(w, in, first, last, y, stride, add_to);
 #if defined(__AMX_INT8__)
     // Its tiles are filled once for all rows, too.
-    if (in.rows >= TILED_ROWS) return integer_linear<Trellis<BITS>>(w, in, first, last, y, stride, add_to);
+    if (in.rows >= Trellis<BITS>::FEW_TILED) return tiled_linear<Trellis<BITS>>(w, in, first, last, y, stride, add_to);
 #endif
+    if (in.rows <= MAX_ROWS) return linear<Trellis<BITS>>(w, in, first, last, y, stride, add_to);
     thread_local std::vector<uint8_t> memory;
     const int64_t size = w.group * specpress::BLOCK;
     memory.resize(static_cast<size_t>(size + 63));
