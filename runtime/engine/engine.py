@@ -82,7 +82,7 @@ class Engine:
         self._apart: list[RequestState] = []  # of a forward that failed: each is run alone, to find whose fault it was
         self._failed: list[Request] = []
         self._count = 0
-        self._after = 0.0  # seconds of the last round after its times
+        self._after = 0.0  # seconds of the last round after its times; closing an ended text is of no round
 
     @property
     def busy(self) -> bool:
@@ -166,9 +166,7 @@ class Engine:
             account(part, draft, outcome, shares)
             if self._settle(part, draft, outcome, times):
                 changed.append(part.state.request)
-        self._after = (
-            self.clock.now() - times[-1] if batch[0].state.handle >= 0 else 0.0
-        )  # closing a text is of no round
+        self._after = self.clock.now() - times[-1] if batch[0].state.handle >= 0 else 0.0
         return changed + self._take_failed() if self._failed else changed
 
     def _settle(self, part: ScheduledRequest, draft: Draft, outcome: Outcome | None, times: Sequence[float]) -> bool:

@@ -20,9 +20,9 @@ def learn(
     """Tells the controllers of a round, unless a request read of its prompt; arguments: see `round.shares_of`.
 
     seconds  what each drafter took. Where several share the round the target's time counts by rows.
-    before   seconds of the round before after its times: learning from it, most of which is where something was drafted,
-             and settling it, which rounds of few tokens do as often as those of many. Of one text alone it counts for
-             who is chosen to draft. γ has what it costs bounded otherwise.
+    before   seconds of the round before after its times: learning from it, most of which is where something was
+             drafted, and settling it, which rounds of few tokens do as often as those of many. Of one text alone it
+             counts for who is chosen to draft. γ has what it costs bounded otherwise.
     """
     if not all(part.decoding for part in batch):
         return
