@@ -1,7 +1,7 @@
 // trellis: a tile of 16 outputs by 16 inputs is one circular sequence of bits (trellis.h). 64 weights in the order of the
-// products are 8 · bits bytes: a byte shuffle spreads them over eight lanes, each lane's eight windows of eight bits are
-// one shift, and their levels one look-up among 128, negated where the upper bit says so. A step of 16 inputs is two tiles
-// side by side.
+// products, a part of it, are 8 · bits bytes: a byte shuffle spreads them over eight lanes, each lane's eight windows of eight
+// bits are one shift, and their levels one look-up among 128, negated where the upper bit says so. A step of 16 inputs is two
+// tiles side by side.
 #include "trellis.h"
 
 #include <vector>
@@ -16,46 +16,57 @@ void linear_trellis(const specpress::Weights&, const specpress::Inputs&, int64_t
 
 namespace SPECPRESS_PATH {
 
-struct Sequence {
-    const uint8_t* p;
-};
-
 // What an unsigned operand adds to levels, which adds as much times Σ x.
 constexpr int RAISED = UNSIGNED_DOT ? 128 : 0;
 
 #if defined(__AVX512VBMI__)
 template <int BITS>
 struct Decoder {
-    static constexpr int BYTES = 32 * BITS, PART = 8 * BITS;
-    __m512i low, high, places, wrapped, shifts;
+    // A lane's windows need LANE bytes: one shuffle spreads two parts where these fit into its eight.
+    static constexpr int BYTES = 32 * BITS, PART = 8 * BITS, LANE = (7 * BITS + 15) / 8, TOGETHER = 2 * LANE <= 8 ? 2 : 1;
+    static constexpr int SPREADS = 4 / TOGETHER;
+    // Where in the last shuffle what follows the end lies, which is the beginning.
+    static constexpr int WRAPPED = 56 + TOGETHER * LANE - 1;
+    struct Tile {
+        const uint8_t* p;
+        __m512i spread;
+        explicit Tile(const uint8_t* codes) : p(codes) {}
+    };
+    __m512i low, high, places[SPREADS], shifts[TOGETHER];
 
-    explicit Decoder(const int8_t* levels) {
-        alignas(64) uint8_t bytes[128], own[64], last[64];
-        for (int s = 0; s < 128; s++) bytes[s] = static_cast<uint8_t>(levels[s] + RAISED);
-        low = _mm512_load_si512(bytes), high = _mm512_load_si512(bytes + 64);
-        for (int lane = 0; lane < 8; lane++)
-            for (int j = 0; j < 8; j++) {
-                own[8 * lane + j] = static_cast<uint8_t>((BITS * lane + j) & 63);
-                // Of the last 64 bytes, and from 64 on of the first: what follows the end is the beginning.
-                const int at = 3 * PART + BITS * lane + j;
-                last[8 * lane + j] = static_cast<uint8_t>(at < BYTES ? at - (BYTES - 64) : 64 + at - BYTES);
-                bytes[8 * lane + j] = static_cast<uint8_t>(BITS * j);
-            }
-        places = _mm512_load_si512(own), wrapped = _mm512_load_si512(last), shifts = _mm512_load_si512(bytes);
+    // The first of the 64 bytes that a shuffle reads: those from its parts' first on, or the tile's last.
+    static constexpr int first(int spread) {
+        return spread * TOGETHER * PART < BYTES - 64 ? spread * TOGETHER * PART : BYTES - 64;
     }
 
-    template <int I>
-    B64 part(const uint8_t* p) const {
-        __m512i spread;
-        if constexpr (I == 3) {
-            spread = _mm512_permutex2var_epi8(_mm512_loadu_si512(p + BYTES - 64), wrapped, _mm512_loadu_si512(p));
-        } else {
-            // Where 64 bytes from here would end beyond the tile they begin earlier.
-            constexpr int from = I * PART < BYTES - 64 ? I * PART : BYTES - 64, off = I * PART - from;
-            const __m512i at = off ? _mm512_add_epi8(places, _mm512_set1_epi8(off)) : places;
-            spread = _mm512_permutexvar_epi8(at, _mm512_loadu_si512(p + from));
+    explicit Decoder(const int8_t* levels) {
+        alignas(64) uint8_t bytes[128];
+        for (int s = 0; s < 128; s++) bytes[s] = static_cast<uint8_t>(levels[s] + RAISED);
+        low = _mm512_load_si512(bytes), high = _mm512_load_si512(bytes + 64);
+        for (int s = 0; s < SPREADS; s++) {
+            for (int i = 0; i < 64; i++) {
+                const int part = s * TOGETHER + (TOGETHER == 2 ? i % 8 / LANE : 0), byte = TOGETHER == 2 ? i % 8 % LANE : i % 8;
+                // A tile of 64 bytes is a circle to the shuffle, too.
+                bytes[i] = static_cast<uint8_t>((part * PART + BITS * (i / 8) + byte - first(s)) & 63);
+            }
+            places[s] = _mm512_load_si512(bytes);
         }
-        const __m512i states = _mm512_multishift_epi64_epi8(shifts, spread);
+        for (int t = 0; t < TOGETHER; t++) {
+            for (int i = 0; i < 64; i++) bytes[i] = static_cast<uint8_t>(8 * LANE * t + BITS * (i % 8));
+            shifts[t] = _mm512_load_si512(bytes);
+        }
+    }
+
+    // Parts of a tile are asked for one after the other.
+    template <int I>
+    B64 part(Tile& tile) const {
+        if constexpr (I % TOGETHER == 0) {
+            constexpr int s = I / TOGETHER;
+            tile.spread = _mm512_permutexvar_epi8(places[s], _mm512_loadu_si512(tile.p + first(s)));
+            if constexpr (s == SPREADS - 1 && BYTES > 64)
+                tile.spread = _mm512_mask_loadu_epi8(tile.spread, 1ull << WRAPPED, tile.p - WRAPPED);
+        }
+        const __m512i states = _mm512_multishift_epi64_epi8(shifts[I % TOGETHER], tile.spread);
         const __m512i levels = _mm512_permutex2var_epi8(low, states, high);
         // Raised by 128 they are unsigned bytes, and 128 − level is the negative of 128 + level there, too.
         return {_mm512_mask_sub_epi8(levels, _mm512_movepi8_mask(states), _mm512_setzero_si512(), levels)};
@@ -65,6 +76,10 @@ struct Decoder {
 template <int BITS>
 struct Decoder {
     static constexpr int BYTES = 32 * BITS, PART = 8 * BITS;
+    struct Tile {
+        const uint8_t* p;
+        explicit Tile(const uint8_t* codes) : p(codes) {}
+    };
     __m256i table[8], spread[2], lift;
 
     explicit Decoder(const int8_t* levels) {
@@ -116,7 +131,8 @@ struct Decoder {
     }
 
     template <int I>
-    B64 part(const uint8_t* p) const {
+    B64 part(Tile& tile) const {
+        const uint8_t* p = tile.p;
         if constexpr (I < 3) return both(p + I * PART);
         // The last windows end in the beginning.
         uint8_t end[PART + 16];
@@ -128,6 +144,10 @@ struct Decoder {
 template <int BITS>
 struct Decoder {
     static constexpr int BYTES = 32 * BITS, PART = 8 * BITS;
+    struct Tile {
+        const uint8_t* p;
+        explicit Tile(const uint8_t* codes) : p(codes) {}
+    };
     uint8_t level[specpress::TRELLIS_STATES];
 
     explicit Decoder(const int8_t* levels) {
@@ -138,7 +158,8 @@ struct Decoder {
     }
 
     template <int I>
-    B64 part(const uint8_t* p) const {
+    B64 part(Tile& tile) const {
+        const uint8_t* p = tile.p;
         alignas(64) uint8_t out[64];
         uint8_t bytes[PART + 8];
         constexpr int rest = I == 3 ? 0 : 8;
@@ -171,17 +192,18 @@ struct Trellis : IntegerScheme<Trellis<BITS>, 16> {
     static constexpr int FETCH_ROWS = 1;
     static constexpr int FEW_TILED = 4;
     static constexpr bool WHOLE = !NARROW;
+    using Tile = typename Decoder<BITS>::Tile;
     Decoder<BITS> decoder;
     explicit Trellis(const Weights& w) : IntegerScheme<Trellis<BITS>, 16>(w), decoder(w.levels) {}
     // Half of a step's.
     void fetch(const uint8_t* codes) const {
         for (int64_t line = 0; line < BYTES / 2; line += 64) prefetch(codes + line);
     }
-    Sequence read(const uint8_t* codes) const { return {codes}; }
+    Tile read(const uint8_t* codes) const { return Tile(codes); }
     int above(const Weights&) const { return RAISED; }
     template <int I>
-    B64 part(Sequence raw) const {
-        return decoder.template part<I>(raw.p);
+    B64 part(Tile& tile) const {
+        return decoder.template part<I>(tile);
     }
     I16 dot(I16 acc, B64 w, X4 x) const { return dot_levels(acc, w, x); }
 
@@ -189,25 +211,26 @@ struct Trellis : IntegerScheme<Trellis<BITS>, 16> {
     // otherwise wait for it, take a fifth less time.
     template <int M, int SETS>
     inline void whole(const uint8_t* codes, const int8_t* x, int64_t size, int64_t stride, I16 (&acc)[SETS * M][2]) const {
-        B64 a = part<0>({codes}), b = part<0>({codes + BYTES / 2});
+        Tile left = read(codes), right = read(codes + BYTES / 2);
+        B64 a = part<0>(left), b = part<0>(right);
         for (int64_t k = 0; k < size; k += 16) {
             if (fetches_ahead<Trellis, M>())
                 for (int64_t line = 0; line < BYTES; line += 64) prefetch(codes + AHEAD + line);
             // What follows the last step is its own first part, for nothing.
             const uint8_t* next = k + 16 < size ? codes + BYTES : codes;
-            parts_ahead<M, SETS, 0>(codes, next, a, b, x + k, stride, acc);
+            parts_ahead<M, SETS, 0>(left, right, next, a, b, x + k, stride, acc);
             codes = next;
         }
     }
     template <int M, int SETS, int I>
-    inline void parts_ahead(const uint8_t* codes, const uint8_t* next, B64& a, B64& b, const int8_t* x, int64_t stride,
+    inline void parts_ahead(Tile& left, Tile& right, const uint8_t* next, B64& a, B64& b, const int8_t* x, int64_t stride,
                             I16 (&acc)[SETS * M][2]) const {
         if constexpr (I < 4) {
-            const uint8_t* from = I < 3 ? codes : next;
-            const B64 c = part<(I + 1) % 4>({from}), d = part<(I + 1) % 4>({from + BYTES / 2});
+            if constexpr (I == 3) left = read(next), right = read(next + BYTES / 2);
+            const B64 c = part<(I + 1) % 4>(left), d = part<(I + 1) % 4>(right);
             this->template add_part<M, SETS, I>(a, b, x, stride, acc);
             a = c, b = d;
-            parts_ahead<M, SETS, I + 1>(codes, next, a, b, x, stride, acc);
+            parts_ahead<M, SETS, I + 1>(left, right, next, a, b, x, stride, acc);
         }
     }
 };
@@ -223,12 +246,12 @@ struct Levels : IntegerScheme<Levels, 4> {
     I16 dot(I16 acc, B64 w, X4 x) const { return dot_levels(acc, w, x); }
 };
 
-template <int BITS, int I = 0>
-inline void write_levels(const Decoder<BITS>& decoder, const uint8_t* left, const uint8_t* right, uint8_t* to) {
+template <int I = 0, class Decoder, class Tile>
+inline void write_levels(const Decoder& decoder, Tile left, Tile right, uint8_t* to) {
     if constexpr (I < 4) {
         const B64 a = decoder.template part<I>(left), b = decoder.template part<I>(right);
         std::memcpy(to + I * 128, &a, 64), std::memcpy(to + I * 128 + 64, &b, 64);
-        write_levels<BITS, I + 1>(decoder, left, right, to);
+        write_levels<I + 1>(decoder, left, right, to);
     }
 }
 
@@ -244,12 +267,13 @@ void linear_of(const Weights& w, const Inputs& in, int64_t first, int64_t last, 
     const int64_t size = w.group * specpress::BLOCK;
     memory.resize(static_cast<size_t>(size + 63));
     uint8_t* levels = memory.data() + (-reinterpret_cast<uintptr_t>(memory.data()) & 63);
+    using Tile = typename Decoder<BITS>::Tile;
     const Decoder<BITS> decoder(w.levels);
     for (int64_t block = first; block < last; block++) {
         const uint8_t* tiles = w.codes + block * (w.group / 16) * 64 * BITS;
         for (int64_t k = 0; k < w.group; k += 16, tiles += 64 * BITS) {
             prefetch(tiles + AHEAD), prefetch(tiles + AHEAD + 32 * BITS);
-            write_levels<BITS>(decoder, tiles, tiles + 32 * BITS, levels + k * specpress::BLOCK);
+            write_levels(decoder, Tile(tiles), Tile(tiles + 32 * BITS), levels + k * specpress::BLOCK);
         }
         Weights decoded = w;
         decoded.codes = levels - block * size;
