@@ -1,5 +1,6 @@
-// AMX: from 16 rows on, products of an integer scheme in tiles of 32 rows by 32 outputs. The exact integers do not depend
-// on how they were summed, and what follows them is add_group, so a row's bits are those of the small products.
+// AMX: products of an integer scheme in tiles of 32 rows by 32 outputs, from 16 rows on, or fewer where one group has all
+// inputs (FEW_TILED). The exact integers do not depend on how they were summed, and what follows them is add_group, so a
+// row's bits are those of the small products.
 //
 // A tile register holds 16 rows of 64 bytes. One instruction multiplies 16 rows of inputs, 64 codes each, by 16 outputs,
 // whose codes lie as kind int8's do: four inputs of each output, then the next four. Codes are widened into that order
