@@ -5,6 +5,7 @@ Both fade, so that a text which changes its nature, or a machine its speed, chan
 prompt lookup, which often finds nothing, and a model, which always drafts, are told apart by what they did.
 """
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -13,7 +14,7 @@ from runtime.speculative.measured import NOTHING_KNOWN, Gains, Prior, Round, Tim
 from runtime.speculative.opening import Opening
 from runtime.speculative.parts import Parts
 from runtime.speculative.settled import TOGETHER, DraftBudget, Look, Settled, beside, longer_than, surprising
-from runtime.speculative.spending import SLOW, Spending, rounds_until, worth
+from runtime.speculative.spending import SLOW, Spending, lost_in_trying, rounds_until, worth
 
 LONGEST = 16
 # How often longer drafts are looked at before a choice holds for long. Shorter ones are, where it holds for so long.
@@ -34,7 +35,7 @@ _REPEATS = 8
 # A choice holds for so many rounds at first, and twice as long each time that it is made again: choosing takes as long
 # as a quarter of a small model's forward. Not drafting is looked at again sooner, for few looks decide it; so are
 # longer drafts until some were seen.
-_HOLD, _LONGEST_HOLD, _LONGEST_REST, _LONGEST_UNSEEN = 4, 256, 64, 16
+_HOLD, _LONGEST_HOLD, _LONGEST_REST, _LONGEST_UNSEEN, _LONGEST_WAIT = 4, 256, 64, 16, 512
 # A choice stays where another one promises hardly more: around the best γ rates are flat, and its neighbours look best
 # by turns.
 _HARDLY = 0.01
@@ -185,7 +186,7 @@ class Controller:
             settled = (batch, best) == (held.batch, held.budget)
             self._hold = hold = max(_HOLD, min(2 * self._hold if settled else _HOLD, longest))
             if best == 0:  # asking costs as well: not before the next look can be afforded
-                hold = max(hold, min(self._unaffordable, _LONGEST_HOLD))
+                hold = max(hold, min(self._unaffordable, _LONGEST_WAIT))
             elif self._parts.looking:
                 hold = _HOLD
             self._held = Settled(batch, most, best, self._rounds + hold, rates)
@@ -231,7 +232,7 @@ class Controller:
         changing = found.budget == 0 and self._rounds > 0 and self._last.get(True, -1) == self._rounds
         self._rounds += 1
         self._last[found.budget > 0] = self._rounds
-        if found.budget == held.budget and found.batch == held.batch and not changing and self._look is None:
+        if found.budget == held.budget and found.batch == held.batch and self._look is None:
             # A drafter of which nothing was right yet is watched round by round.
             held.left = held.until - self._rounds if found.budget == 0 or self._opening.accepted else 0
         expected = 0.0
@@ -254,12 +255,15 @@ class Controller:
             self._times.add_target(found.width, found.target_seconds)
         if self._look is not None:
             self._empty = self._empty + 1 if found.budget > 0 and not drafted else 0
-            if found.budget > 0 and (found.unread or 0 < self._empty <= _REPEATS):
+            accepted = sum(draft.accepted for draft in found.drafts)
+            # What reading took hides what the draft did: another one is needed where either is to be known.
+            unknown = found.unread and (accepted > 0 or self._times.drafts(found.budget) < _LOOKS)
+            if found.budget > 0 and (unknown or 0 < self._empty <= _REPEATS):
                 self._next = DraftBudget(found.budget, len(found.drafts)), self._look
             elif changing:
                 self._next = DraftBudget(0, found.batch), self._look
             # Feeding a draft model what it has missed meanwhile is part of what a probe costs.
-            gained = found.batch + sum(draft.accepted for draft in found.drafts)
+            gained = found.batch + accepted
             # Not if the machine was elsewhere.
             usual = min(taken, SLOW * expected) if expected > 0 and not found.unread else taken
             lost = max(0.0, usual - gained / self._look.rate)
@@ -276,8 +280,10 @@ class Controller:
                 self.spent.checking += lost
 
     def _charge(self, found: Round, changing: bool) -> None:
-        """Counts what drafts cost until one is accepted, and the round right after them, as trying out."""
+        """Counts drafts until one is accepted, the round right after them, and asking for none, as trying out."""
         if found.budget == 0:
+            if self._look is None:
+                self.spent.probing += found.asking
             if changing and self._tried:
                 plain = self._times.target(found.batch)
                 self.spent.probing += min(found.target_seconds, SLOW * plain) - plain
@@ -286,15 +292,8 @@ class Controller:
         trying = self._look is None and not self._opening.accepted
         self._tried = trying or (self._look is not None and not self._look.near)
         if trying:
-            plain = self._times.target(found.batch)
-            # No more rows take more than as many times as long, nor much more than is known that they take; and reading
-            # what was missed is not of this draft.
-            forward = min(found.target_seconds, plain * found.width / found.batch)
-            if self.widths:
-                forward = min(forward, SLOW * self._times.target(found.width))
-            drafting = 0.0 if found.unread else min(found.draft_seconds, SLOW * plain)
-            gained = sum(draft.accepted for draft in found.drafts) / found.batch
-            self.spent.probing += max(0.0, forward + drafting + found.asking - (1 + gained) * plain)
+            most = SLOW * self._times.target(found.width) if self.widths else math.inf
+            self.spent.probing += lost_in_trying(found, self._times.target(found.batch), most)
 
     def _other(self, batch: int, best: int, unread: int, rates: Sequence[float]) -> DraftBudget | None:
         """A round of what looked worse, if it is due and can be afforded: drafting where none is done, or none."""

@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from runtime.speculative.measured import Round
+
 # What drafting where it does not look best may cost, as a share of all time, and not drafting where drafting does: a
 # machine that was slow while nothing was drafted makes drafting look good for as long as nobody looks again.
 PROBING = 0.005
@@ -25,7 +27,8 @@ class Spending:
     """Seconds that finding out has cost, and how many more it may; `plain` is what a round without drafts takes.
 
     seconds   of all rounds; asking: of choosing γ in a round in which that was done, a fading mean.
-    probing   of drafts until one was accepted, and later of those that were looked at where none are made.
+    probing   of drafts until one was accepted, and later of those that were looked at where none are made; with asking
+              for rounds without drafts around them.
     checking  of rounds without drafts where drafts are made.
     near      of drafts somewhat longer or shorter than those that look best.
     credit    rounds without drafts that trying out may cost; 0: no text has begun.
@@ -65,6 +68,19 @@ def worth(seconds: float, rows: int, rate: float) -> float:
     """The probability of a token that gains what its row takes, where so many more rows take so many seconds and a
     round gains `rate` tokens a second."""
     return max(0.0, seconds) / rows * rate
+
+
+def lost_in_trying(found: Round, plain: float, most: float) -> float:
+    """Seconds that a round of first drafts lost to rounds without drafts of `plain` each, and asking for it.
+
+    most  what its forward is taken for at most, by what is known of so many rows.
+    """
+    # No more rows take more than as many times as long, nor much more than is known that they take; and reading what
+    # was missed is not of this draft.
+    forward = min(found.target_seconds, plain * found.width / found.batch, most)
+    drafting = 0.0 if found.unread else min(found.draft_seconds, SLOW * plain)
+    gained = sum(draft.accepted for draft in found.drafts) / found.batch
+    return max(0.0, forward + drafting + found.asking - (1 + gained) * plain)
 
 
 def rounds_until(lacking: float, plain: float) -> int:
