@@ -227,7 +227,7 @@ class Controller:
             return
         self._take_in()
         taken = found.draft_seconds + found.target_seconds + found.asking
-        self.spent.took(taken, found.asking)
+        self.spent.took(taken, 0.0 if self._look else found.asking)  # looks are mostly chosen in the round before
         # Right after a draft the processor's caches hold the draft's weights: what not drafting takes, the next shows.
         changing = found.budget == 0 and self._rounds > 0 and self._last.get(True, -1) == self._rounds
         self._rounds += 1
@@ -297,7 +297,8 @@ class Controller:
 
     def _other(self, batch: int, best: int, unread: int, rates: Sequence[float]) -> DraftBudget | None:
         """A round of what looked worse, if it is due and can be afforded: drafting where none is done, or none."""
-        if self._last.get(best == 0, 0) == self._rounds:
+        done = self._last.get(best == 0, 0) == self._rounds
+        if done and best > 0:
             return None
         rate = rates[best]
         plain = self._times.target(batch)
@@ -318,8 +319,8 @@ class Controller:
             seconds = gained / alone[budget] + unread * self._reading + self.spent.asking
         lost = max(0.0, seconds - gained / rate)
         if best == 0:
-            self._unaffordable = rounds_until(lost - left, plain)
-        return choice if lost <= left else None
+            self._unaffordable = rounds_until(lost + self.spent.asking - left, plain)  # asking now costs as well
+        return choice if lost <= left and not done else None
 
     def _near(self, batch: int, best: int, rates: Sequence[float]) -> DraftBudget | None:
         """A round of drafts somewhat longer or shorter than those that look best, if it is due and can be afforded."""
