@@ -321,9 +321,10 @@ template <class Scheme>
 void panel_linear(const Weights& w, const Inputs& in, int64_t first, int64_t last, float* y, int64_t stride, bool add_to);
 #endif
 
+// From how many rows on AMX's tiles are faster.
+constexpr int64_t TILED_ROWS = 16;
 #if defined(__AMX_INT8__)
 // amx.h
-constexpr int64_t TILED_ROWS = 16;  // fewer are as fast without tiles, unless a scheme says otherwise (FEW_TILED)
 template <class Scheme>
 void tiled_linear(const Weights& w, const Inputs& in, int64_t first, int64_t last, float* y, int64_t stride, bool add_to);
 #endif
@@ -355,8 +356,8 @@ struct IntegerScheme {
     // Inputs whose products with one weight row fit 16 bits, two and two: codes up to c times 127, c · 254 · SHORT / 4 below
     // 2^15. 0: not even four of them do.
     static constexpr int SHORT = 0;
-    // From how many rows on AMX's tiles are faster, where one group has all inputs.
-    static constexpr int FEW_TILED = 16;
+    // TILED_ROWS where one group has all inputs.
+    static constexpr int64_t FEW_TILED = TILED_ROWS;
     // Whether the scheme has `whole`, all inputs at once, which decodes weights while those before are multiplied.
     static constexpr bool WHOLE = false;
     explicit IntegerScheme(const Weights&) {}

@@ -6,7 +6,7 @@ namespace SPECPRESS_PATH {
 struct Ternary : IntegerScheme<Ternary, 16> {
     using IntegerScheme::IntegerScheme;
     static constexpr int SHORT = 256;
-    static constexpr int FEW_TILED = 5;
+    static constexpr int64_t FEW_TILED = 5;
     int above(const Weights&) const { return 1; }
     template <int I>
     B64 part(B64 raw) const {

@@ -154,7 +154,7 @@ struct Words {
 struct ThreeOfFour : IntegerScheme<ThreeOfFour, specpress::FOURS_INPUTS> {
     static constexpr int64_t BYTES = 128 * specpress::FOURS_WORDS;
     static constexpr int SHORT = 256;
-    static constexpr int FEW_TILED = 7;
+    static constexpr int64_t FEW_TILED = 7;
     Patterns patterns;
     explicit ThreeOfFour(const Weights& w) : IntegerScheme(w) {}
     void fetch(const uint8_t* codes) const {

@@ -19,6 +19,12 @@ namespace SPECPRESS_PATH {
 // What an unsigned operand adds to levels, which adds as much times Σ x.
 constexpr int RAISED = UNSIGNED_DOT ? 128 : 0;
 
+// A tile of which parts are decoded by themselves.
+struct Codes {
+    const uint8_t* p;
+    explicit Codes(const uint8_t* codes) : p(codes) {}
+};
+
 #if defined(__AVX512VBMI__)
 template <int BITS>
 struct Decoder {
@@ -27,10 +33,9 @@ struct Decoder {
     static constexpr int SPREADS = 4 / TOGETHER;
     // Where in the last shuffle what follows the end lies, which is the beginning.
     static constexpr int WRAPPED = 56 + TOGETHER * LANE - 1;
-    struct Tile {
-        const uint8_t* p;
+    struct Tile : Codes {
+        using Codes::Codes;
         __m512i spread;
-        explicit Tile(const uint8_t* codes) : p(codes) {}
     };
     __m512i low, high, places[SPREADS], shifts[TOGETHER];
 
@@ -76,10 +81,7 @@ struct Decoder {
 template <int BITS>
 struct Decoder {
     static constexpr int BYTES = 32 * BITS, PART = 8 * BITS;
-    struct Tile {
-        const uint8_t* p;
-        explicit Tile(const uint8_t* codes) : p(codes) {}
-    };
+    using Tile = Codes;
     __m256i table[8], spread[2], lift;
 
     explicit Decoder(const int8_t* levels) {
@@ -144,10 +146,7 @@ struct Decoder {
 template <int BITS>
 struct Decoder {
     static constexpr int BYTES = 32 * BITS, PART = 8 * BITS;
-    struct Tile {
-        const uint8_t* p;
-        explicit Tile(const uint8_t* codes) : p(codes) {}
-    };
+    using Tile = Codes;
     uint8_t level[specpress::TRELLIS_STATES];
 
     explicit Decoder(const int8_t* levels) {
@@ -190,7 +189,7 @@ struct Trellis : IntegerScheme<Trellis<BITS>, 16> {
     static constexpr int64_t BYTES = 64 * BITS;
     // Decoding leaves the processor too few loads in sight to read ahead by.
     static constexpr int FETCH_ROWS = 1;
-    static constexpr int FEW_TILED = 4;
+    static constexpr int64_t FEW_TILED = 4;
     static constexpr bool WHOLE = !NARROW;
     using Tile = typename Decoder<BITS>::Tile;
     Decoder<BITS> decoder;
