@@ -257,7 +257,7 @@ class Controller:
             self._empty = self._empty + 1 if found.budget > 0 and not drafted else 0
             accepted = sum(draft.accepted for draft in found.drafts)
             # What reading took hides what the draft did: another one is needed where either is to be known.
-            unknown = found.unread and (accepted > 0 or self._times.drafts(found.budget) < _LOOKS)
+            unknown = found.unread and (accepted > 0 or self._times.drafts(found.budget, found.asked) < _LOOKS)
             if found.budget > 0 and (unknown or 0 < self._empty <= _REPEATS):
                 self._next = DraftBudget(found.budget, len(found.drafts)), self._look
             elif changing:

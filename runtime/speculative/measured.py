@@ -150,10 +150,11 @@ class Times:
                 found[budget] += share * took[min(budget, budgets[-1])]
         return found
 
-    def drafts(self, budget: int) -> int:
-        """How often drafts of this budget were timed."""
-        curves = (curve for by_requests in self._draft.values() for curve in by_requests.values())
-        return max((curve.counts.get(budget, 0) for curve in curves), default=0)
+    def drafts(self, budget: int, asked: int | None = None) -> int:
+        """How often drafts of this budget were timed, of so many drafters asked (None: of any number)."""
+        some = (by_requests for number, by_requests in self._draft.items() if asked in (None, number))
+        at = budget if asked is None else self._limited(asked, budget)
+        return max((curve.counts.get(at, 0) for curves in some for curve in curves.values()), default=0)
 
     def add(self, rounds: Sequence[Round]) -> None:
         """Takes in rounds with drafts."""
