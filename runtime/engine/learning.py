@@ -59,14 +59,14 @@ def _learn_of_one(
     if state.forced:
         return
     proposer, choice, (started, drafted, _, ended) = state.proposer, state.asked.choice, times
-    # Choosing γ is part of what a drafter costs, whether it then drafts or not, but not of what drafts of this γ take.
-    # Deferred ones were not timed apart.
+    # Choosing γ is part of what a drafter costs, but not of what drafts of this γ take. Deferred ones were not timed
+    # apart.
     drafting = seconds.get(proposer, drafted - started)
     rows, rest = 1 + len(draft.tokens), ended - drafted
-    asking = drafted - started - (drafting if budget > 0 else 0.0)
+    asking = drafted - started - drafting if budget > 0 else 0.0
     if choice is not None and outcome is not None:
         own = drafting if budget > 0 else 0.0
-        choice.observe(state.number, Taken(1 + outcome.length, rows, own, rest + before, asking if budget > 0 else 0.0))
+        choice.observe(state.number, Taken(1 + outcome.length, rows, own, rest + before, asking))
     controller = proposer.controller
     if controller is None:
         return

@@ -70,6 +70,7 @@ class Controller:
         # What a drafter took to read a token that was written without it.
         self._reads: deque[float] = deque(maxlen=_READ)
         self._reading = 0.0
+        self._missed = 0  # how many tokens it read so last
         self._held = Settled()
         self._hold = _HOLD
         self._unaffordable = 0  # rounds without drafts until a look at drafts can be afforded
@@ -227,7 +228,7 @@ class Controller:
             return
         self._take_in()
         taken = found.draft_seconds + found.target_seconds + found.asking
-        self.spent.took(taken, 0.0 if self._look else found.asking)  # looks are mostly chosen in the round before
+        self.spent.took(taken, found.asking)
         # Right after a draft the processor's caches hold the draft's weights: what not drafting takes, the next shows.
         changing = found.budget == 0 and self._rounds > 0 and self._last.get(True, -1) == self._rounds
         self._rounds += 1
@@ -248,22 +249,19 @@ class Controller:
             if found.unread and found.drafts:
                 usual = self._times.drafting(len(found.drafts), found.budget, found.asked)
                 self._reads.append(max(0.0, found.draft_seconds - usual) / found.unread)
-                self._reading = min(self._reads)
+                self._reading, self._missed = min(self._reads), found.unread
             if not found.unread:
                 self._times.add_drafting(len(found.drafts), found.budget, found.draft_seconds, asked=found.asked)
         if not changing:
             self._times.add_target(found.width, found.target_seconds)
         if self._look is not None:
             self._empty = self._empty + 1 if found.budget > 0 and not drafted else 0
-            accepted = sum(draft.accepted for draft in found.drafts)
-            # What reading took hides what the draft did: another one is needed where either is to be known.
-            unknown = found.unread and (accepted > 0 or self._times.drafts(found.budget, found.asked) < _LOOKS)
-            if found.budget > 0 and (unknown or 0 < self._empty <= _REPEATS):
+            if found.budget > 0 and (found.unread or 0 < self._empty <= _REPEATS):
                 self._next = DraftBudget(found.budget, len(found.drafts)), self._look
             elif changing:
                 self._next = DraftBudget(0, found.batch), self._look
             # Feeding a draft model what it has missed meanwhile is part of what a probe costs.
-            gained = found.batch + accepted
+            gained = found.batch + sum(draft.accepted for draft in found.drafts)
             # Not if the machine was elsewhere.
             usual = min(taken, SLOW * expected) if expected > 0 and not found.unread else taken
             lost = max(0.0, usual - gained / self._look.rate)
@@ -280,10 +278,8 @@ class Controller:
                 self.spent.checking += lost
 
     def _charge(self, found: Round, changing: bool) -> None:
-        """Counts drafts until one is accepted, the round right after them, and asking for none, as trying out."""
+        """Counts what drafts cost until one is accepted, and the round right after them, as trying out."""
         if found.budget == 0:
-            if self._look is None:
-                self.spent.probing += found.asking
             if changing and self._tried:
                 plain = self._times.target(found.batch)
                 self.spent.probing += min(found.target_seconds, SLOW * plain) - plain
@@ -293,7 +289,8 @@ class Controller:
         self._tried = trying or (self._look is not None and not self._look.near)
         if trying:
             most = SLOW * self._times.target(found.width) if self.widths else math.inf
-            self.spent.probing += lost_in_trying(found, self._times.target(found.batch), most)
+            reads = found.unread > 0 or not self._times.begun(found.asked)
+            self.spent.probing += lost_in_trying(found, self._times.target(found.batch), most, reads)
 
     def _other(self, batch: int, best: int, unread: int, rates: Sequence[float]) -> DraftBudget | None:
         """A round of what looked worse, if it is due and can be afforded: drafting where none is done, or none."""
@@ -316,10 +313,11 @@ class Controller:
             ]
             budget = max(range(1, most + 1), key=alone.__getitem__)
             choice, gained = DraftBudget(budget, 1), batch + tokens[budget]
+            unread = self._missed if done else unread  # after the rest it will have missed some again
             seconds = gained / alone[budget] + unread * self._reading + self.spent.asking
         lost = max(0.0, seconds - gained / rate)
         if best == 0:
-            self._unaffordable = rounds_until(lost + self.spent.asking - left, plain)  # asking now costs as well
+            self._unaffordable = rounds_until(lost - left, plain)
         return choice if lost <= left and not done else None
 
     def _near(self, batch: int, best: int, rates: Sequence[float]) -> DraftBudget | None:

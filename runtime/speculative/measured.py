@@ -100,6 +100,7 @@ class Times:
         # By the drafters asked, and then by the requests drafted for; how often so many were asked.
         self._draft: dict[int, dict[int, Curve]] = {}
         self._asked: dict[int, float] = {}
+        self._begun = {1}  # drafters asked of whose drafts the first is over
         if prior is not None:
             self._draft, self._asked = {1: {1: Curve.of({0: 0.0, prior.length: prior.drafting})}}, {1: 1.0}
         # With times known before: how long a forward of one row seems to take, by each of the first rounds; the middle
@@ -132,6 +133,10 @@ class Times:
         """Whether drafts of so many drafters asked have been timed."""
         return asked in self._draft
 
+    def begun(self, asked: int) -> bool:
+        """Whether the first draft of so many drafters asked, which may have had to read the text, is over."""
+        return asked in self._begun
+
     def unlimited(self, asked: int, most: int) -> list[float]:
         """Of drafts of at most 0, 1, … `most` tokens for one request, of so many drafters asked, without a limit."""
         return [self._pace * seconds for seconds in _nearest(self._draft[asked], 1).along(range(most + 1))]
@@ -150,11 +155,10 @@ class Times:
                 found[budget] += share * took[min(budget, budgets[-1])]
         return found
 
-    def drafts(self, budget: int, asked: int | None = None) -> int:
-        """How often drafts of this budget were timed, of so many drafters asked (None: of any number)."""
-        some = (by_requests for number, by_requests in self._draft.items() if asked in (None, number))
-        at = budget if asked is None else self._limited(asked, budget)
-        return max((curve.counts.get(at, 0) for curves in some for curve in curves.values()), default=0)
+    def drafts(self, budget: int) -> int:
+        """How often drafts of this budget were timed."""
+        curves = (curve for by_requests in self._draft.values() for curve in by_requests.values())
+        return max((curve.counts.get(budget, 0) for curve in curves), default=0)
 
     def add(self, rounds: Sequence[Round]) -> None:
         """Takes in rounds with drafts."""
@@ -194,7 +198,13 @@ class Times:
         self._target.add(width, seconds / self._pace)
 
     def add_drafting(self, requests: int, budget: int, *seconds: float, asked: int = 1) -> None:
-        """Takes in drafts, each of so many seconds."""
+        """Takes in drafts, each of so many seconds; of a chain's later drafter not the first one, for which it may have
+        read the text."""
+        if not self.begun(asked):
+            self._begun.add(asked)
+            seconds = seconds[1:]
+        if not seconds:
+            return
         for known in self._asked:
             self._asked[known] *= _FADE_ASKED ** len(seconds)
         self._asked[asked] = self._asked.get(asked, 0.0) + len(seconds)

@@ -27,8 +27,7 @@ class Spending:
     """Seconds that finding out has cost, and how many more it may; `plain` is what a round without drafts takes.
 
     seconds   of all rounds; asking: of choosing γ in a round in which that was done, a fading mean.
-    probing   of drafts until one was accepted, and later of those that were looked at where none are made; with asking
-              for rounds without drafts around them.
+    probing   of drafts until one was accepted, and later of those that were looked at where none are made.
     checking  of rounds without drafts where drafts are made.
     near      of drafts somewhat longer or shorter than those that look best.
     credit    rounds without drafts that trying out may cost; 0: no text has begun.
@@ -70,15 +69,15 @@ def worth(seconds: float, rows: int, rate: float) -> float:
     return max(0.0, seconds) / rows * rate
 
 
-def lost_in_trying(found: Round, plain: float, most: float) -> float:
+def lost_in_trying(found: Round, plain: float, most: float, reads: bool) -> float:
     """Seconds that a round of first drafts lost to rounds without drafts of `plain` each, and asking for it.
 
-    most  what its forward is taken for at most, by what is known of so many rows.
+    most   what its forward is taken for at most, by what is known of so many rows.
+    reads  whether a drafter read what it had missed of the text: that is not of this draft.
     """
-    # No more rows take more than as many times as long, nor much more than is known that they take; and reading what
-    # was missed is not of this draft.
+    # No more rows take more than as many times as long, nor much more than is known that they take.
     forward = min(found.target_seconds, plain * found.width / found.batch, most)
-    drafting = 0.0 if found.unread else min(found.draft_seconds, SLOW * plain)
+    drafting = 0.0 if reads else min(found.draft_seconds, SLOW * plain)
     gained = sum(draft.accepted for draft in found.drafts) / found.batch
     return max(0.0, forward + drafting + found.asking - (1 + gained) * plain)
 

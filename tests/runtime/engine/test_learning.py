@@ -123,7 +123,7 @@ def test_settling_a_round_counts_in_the_next_one_of_the_text(target: Model, monk
     for number in range(2):
         told.append([])
         tokens = target.tokenizer.encode("x = x = x =")
-        engine.add(Request(number, tokens, len(tokens), Sampling(), 40), Settles())
+        engine.add(Request(number, tokens, len(tokens), Sampling(), 20), Settles())
         while engine.busy:
             engine.step()
     # The clock moves only where a round is settled, the first of a text, which reads its prompt and is not told, too.

@@ -88,11 +88,13 @@ def test_where_no_draft_can_pay_only_short_ones_are_worked_out(batch: int) -> No
     assert round_rates(times, gains, batch, 3) == pytest.approx(round_rates(times, gains, batch, 16)[:4])
 
 
-def test_drafts_are_counted_by_who_was_asked() -> None:
+def test_a_later_drafters_first_draft_does_not_count() -> None:
+    """It reads the text for it, as the first drafter of a chain is known to."""
     times = Times()
-    times.add_drafting(1, 4, 0.1, 0.1)
-    times.add_drafting(2, 4, 0.5, asked=2)
-    assert [times.drafts(4), times.drafts(4, 1), times.drafts(4, 2), times.drafts(4, 3)] == [2, 2, 1, 0]
-    times.limits[2] = 3
-    times.add_drafting(2, 8, 0.4, asked=2)  # of at most three tokens
-    assert [times.drafts(8), times.drafts(8, 1), times.drafts(8, 2), times.drafts(3)] == [0, 0, 1, 1]
+    times.add_drafting(1, 4, 0.1)
+    times.add_drafting(1, 4, 9.0, asked=2)
+    assert times.begun(2) and not times.begun(3) and not times.timed(2)
+    assert times.drafting(1, 4) == pytest.approx(0.1)
+    times.add_drafting(1, 4, 0.5, 0.5, asked=2)
+    times.add_drafting(1, 4, 9.0, 0.7, 0.7, asked=3)
+    assert times.drafting(1, 4, 2) == pytest.approx(0.5) and times.drafting(1, 4, 3) == pytest.approx(0.7)

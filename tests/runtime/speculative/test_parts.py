@@ -104,7 +104,7 @@ def test_a_limit_is_of_its_own_drafter_s_drafts_where_others_of_the_round_have_l
     for count in range(1, 9):
         for rows, seconds in ((count, bent(count)), (count + 12, bent(count + 12))):
             times.add_target(rows, seconds)
-    times.add_drafting(1, 12, 0.3, asked=2)
+    times.add_drafting(1, 12, 0.3, 0.3, asked=2)
     for _ in range(40):
         # Lookup's copies are right; of the other's only the first may be, in one draft of three.
         own = [Drafted(int(rng.integers(1, 4)), int(rng.random() < 0.3), number=2) for _ in range(2)]
