@@ -1,5 +1,5 @@
-// AMX: products of an integer scheme in tiles of 32 rows by 32 outputs, from 16 rows on, or fewer where one group has all
-// inputs (FEW_TILED). The exact integers do not depend on how they were summed, and what follows them is add_group, so a
+// AMX: products of an integer scheme in tiles of 32 rows by 32 outputs, from 16 rows on, or fewer where groups fill tiles
+// (FEW_TILED). The exact integers do not depend on how they were summed, and what follows them is add_group, so a
 // row's bits are those of the small products.
 //
 // A tile register holds 16 rows of 64 bytes. One instruction multiplies 16 rows of inputs, 64 codes each, by 16 outputs,
@@ -9,13 +9,13 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "linear.h"
 
 namespace SPECPRESS_PATH {
 
 constexpr int64_t TILE = 16;            // rows of a register, and outputs of one product
-constexpr int64_t TILE_BYTES = 64;      // of a register's row
 constexpr int64_t PAIR = 2 * TILE;      // rows of two registers
 constexpr int64_t SLAB = 512;
 constexpr int64_t GROUPS = 4;           // of a slab at most
@@ -49,8 +49,9 @@ struct WideTile {
     alignas(64) uint8_t half[2][TILE * TILE_BYTES];
 };
 
+// Inlined: Trellis holds its tables in registers.
 template <class Scheme, int I, class Raw>
-inline void widen(const Scheme& scheme, Raw left, Raw right, int64_t quad, WideTile* to) {
+[[gnu::always_inline]] inline void widen(const Scheme& scheme, Raw left, Raw right, int64_t quad, WideTile* to) {
     if constexpr (I < Scheme::STEP / 4) {
         WideTile& tile = to[quad / TILE];
         store64(tile.half[0] + quad % TILE * TILE_BYTES, scheme.template part<I>(left));
@@ -59,15 +60,18 @@ inline void widen(const Scheme& scheme, Raw left, Raw right, int64_t quad, WideT
     }
 }
 
-// Inputs from..to of those at `codes`.
+// One step of inputs, from number 4 * quad on.
 template <class Scheme>
-inline void widen_inputs(const Scheme& scheme, const uint8_t* codes, int64_t from, int64_t to, WideTile* tiles) {
-    codes += from / Scheme::STEP * Scheme::BYTES;
-    for (int64_t k = from; k < to; k += Scheme::STEP, codes += Scheme::BYTES) {
-        scheme.fetch(codes + AHEAD);
-        scheme.fetch(codes + AHEAD + Scheme::BYTES / 2);
-        widen<Scheme, 0>(scheme, scheme.read(codes), scheme.read(codes + Scheme::BYTES / 2), k / 4, tiles);
-    }
+[[gnu::always_inline]] inline void widen_step(const Scheme& scheme, const uint8_t* codes, int64_t quad, WideTile* tiles) {
+    scheme.fetch(codes + AHEAD);
+    scheme.fetch(codes + AHEAD + Scheme::BYTES / 2);
+    widen<Scheme, 0>(scheme, scheme.read(codes), scheme.read(codes + Scheme::BYTES / 2), quad, tiles);
+}
+
+// So many inputs.
+template <class Scheme>
+inline void widen_inputs(const Scheme& scheme, const uint8_t* codes, int64_t inputs, WideTile* tiles) {
+    for (int64_t k = 0; k < inputs; k += Scheme::STEP, codes += Scheme::BYTES) widen_step(scheme, codes, k / 4, tiles);
 }
 
 // What a last tile has beyond `inputs`.
@@ -122,7 +126,7 @@ inline void multiply_right() {
 }
 
 // Up to 32 rows of 64 inputs, `apart` bytes from row to row, times 32 outputs of which 16 lie at `left`, the others at
-// `right`; added to the sums. Where inputs are not unsigned weights are. `meanwhile` is called with 0 to 3, for work that the
+// `right`; added to the sums. Where inputs are not unsigned weights are. `meanwhile` is called with the constants 0 to 3, for work that the
 // processor does while it waits for tiles.
 template <bool LOWER, bool UNSIGNED_INPUTS, class Meanwhile>
 inline void multiply_tile(const int8_t* x, int64_t apart, const uint8_t* left, const uint8_t* right, int64_t weights_apart,
@@ -130,14 +134,14 @@ inline void multiply_tile(const int8_t* x, int64_t apart, const uint8_t* left, c
     fence();
     _tile_loadd(4, x, apart);
     if constexpr (LOWER) _tile_loadd(5, x + TILE * apart, apart);
-    meanwhile(0);
+    meanwhile(std::integral_constant<int, 0>());
     _tile_loadd(6, left, weights_apart);
-    meanwhile(1);
+    meanwhile(std::integral_constant<int, 1>());
     _tile_loadd(7, right, weights_apart);
     multiply_left<LOWER, UNSIGNED_INPUTS>();
-    meanwhile(2);
+    meanwhile(std::integral_constant<int, 2>());
     multiply_right<LOWER, UNSIGNED_INPUTS>();
-    meanwhile(3);
+    meanwhile(std::integral_constant<int, 3>());
 }
 
 // The last `bytes` of each row, from `x` on: 64 bytes of a tile could end beyond it.
@@ -169,7 +173,7 @@ inline void multiply_tiles(const int8_t* x, int64_t stride, int64_t rows, const 
         if (ends) copy_ends(x, stride, rows, last, copy);
         for (int64_t line = 0; line < lines; line++, next += TILE_BYTES) __builtin_prefetch(next, 0, 2);
         const uint8_t* left = weights + t * WIDE;
-        multiply_tile<LOWER, UNSIGNED_INPUTS>(ends ? copy : x, ends ? TILE_BYTES : stride, left, left + RIGHT, APART, [](int) {});
+        multiply_tile<LOWER, UNSIGNED_INPUTS>(ends ? copy : x, ends ? TILE_BYTES : stride, left, left + RIGHT, APART, [](auto) {});
     }
     store_sums<LOWER>(sums);
 }
@@ -238,7 +242,7 @@ void tiled_panel(const Weights& w, const Inputs& in, int64_t row, int64_t rows, 
             const uint8_t* const read = DIRECT ? codes : slab->half[0];
             for (int64_t g = 0; g < groups; g++, codes += inputs / Scheme::STEP * Scheme::BYTES)
                 if constexpr (!DIRECT) {
-                    widen_inputs(scheme, codes, 0, inputs, slab + g * tiles);
+                    widen_inputs(scheme, codes, inputs, slab + g * tiles);
                     zero_rest(inputs, slab + g * tiles);
                 }
             fence();
@@ -278,52 +282,110 @@ void tiled_panel(const Weights& w, const Inputs& in, int64_t row, int64_t rows, 
     }
 }
 
-// Up to 32 rows where one group has all inputs: while a tile is loaded and multiplied the second next is widened, a quarter at
-// a time. The next would be read from stores that have not left the processor's buffers yet.
+// A group's last inputs, or any: not inlined, with a copy of the scheme.
+template <class Scheme>
+[[gnu::noinline]] void widen_some(Scheme scheme, const uint8_t* codes, int64_t inputs, WideTile* to) {
+    widen_inputs(scheme, codes, inputs, to);
+    zero_rest(inputs, to);
+}
+
+// What few_tiled widens of a layer's codes, in their order: units of 64 inputs, or a step's several tiles. All of it is inlined
+// and no call refers to it, so that registers hold it, Trellis's tables above all.
+template <class Scheme>
+struct Widening {
+    static constexpr int64_t UNIT = std::max<int64_t>(TILE_BYTES, Scheme::STEP), TILES = UNIT / TILE_BYTES, KEPT = 4;
+    static constexpr int64_t PART = std::max<int64_t>(UNIT / 4, Scheme::STEP);
+    using Kept = WideTile[KEPT][TILES];
+
+    const Scheme scheme;
+    const int64_t size;       // of a group
+    const uint8_t* codes;     // the next unit's
+    int64_t groups;           // that are not all widened
+    int64_t left;             // inputs of the next unit's group from there on
+    int64_t slot = 0;         // of the next unit
+
+    // Quarter NUMBER of the next unit: 0 to 3, in this order.
+    template <int NUMBER>
+    [[gnu::always_inline]] inline void part(Kept& kept) {
+        if (!groups) return;
+        constexpr int64_t FROM = NUMBER * PART, END = std::min<int64_t>(FROM + PART, UNIT);
+        if (left < UNIT) {
+            if (NUMBER == 3) whole(kept);
+            return;
+        }
+#pragma GCC unroll 4
+        for (int64_t k = FROM; k < END; k += Scheme::STEP) widen_step(scheme, codes + k / Scheme::STEP * Scheme::BYTES, k / 4, kept[slot]);
+        if (NUMBER == 3) skip(UNIT);
+    }
+
+    // All of it.
+    [[gnu::always_inline]] inline void whole(Kept& kept) {
+        if (!groups) return;
+        const int64_t inputs = std::min(left, UNIT);
+        widen_some(scheme, codes, inputs, kept[slot]);
+        skip(inputs);
+    }
+
+    [[gnu::always_inline]] inline void skip(int64_t inputs) {
+        slot = (slot + 1) % KEPT, codes += inputs / Scheme::STEP * Scheme::BYTES, left -= inputs;
+        if (!left) left = size, groups--;
+    }
+};
+
+// Up to 32 rows: while a tile is loaded and multiplied the second next is widened, a quarter at a time. The next would be read
+// from stores that have not left the processor's buffers yet; for the same reason a group's sums are added a group later.
 template <class Scheme, bool LOWER>
 void few_tiled(const Weights& w, const Inputs& in, int64_t first, int64_t last, float* y, int64_t stride, bool add_to) {
-    // What is widened at once: a tile, or a step's several.
-    constexpr int64_t UNIT = std::max<int64_t>(TILE_BYTES, Scheme::STEP), TILES = UNIT / TILE_BYTES, BEFORE = 2, KEPT = 4;
-    constexpr int64_t PART = std::max<int64_t>(UNIT / 4, Scheme::STEP);
-    WideTile kept[KEPT][TILES];
+    constexpr int64_t TILES = Widening<Scheme>::TILES, KEPT = Widening<Scheme>::KEPT;
+    typename Widening<Scheme>::Kept kept;
     alignas(64) float tile[PAIR * BLOCK];
     alignas(64) int32_t sums[PAIR * BLOCK];
     alignas(64) int8_t ends[PAIR * TILE_BYTES];
     const Scheme scheme(w);
     const int64_t size = w.group, tiles = (size + TILE_BYTES - 1) / TILE_BYTES, rest = size % TILE_BYTES;
-    copy_ends(in.codes + size - rest, in.stride, in.rows, rest, ends);
-    for (int64_t block = first; block < last; block++) {
-        const uint8_t* codes = w.codes + block * (size / Scheme::STEP) * Scheme::BYTES;
-        const auto widen_part = [&](int64_t unit, int part) {
-            const int64_t begin = unit * UNIT, inputs = std::min(size - begin, UNIT), from = part * PART;
-            if (from >= inputs) return;
-            WideTile* const to = kept[unit % KEPT];
-            const int64_t end = std::min(from + PART, inputs);
-            widen_inputs(scheme, codes + begin / Scheme::STEP * Scheme::BYTES, from, end, to);
-            if (end == inputs) zero_rest(inputs, to);
-        };
-        for (int64_t unit = 0; unit < BEFORE; unit++)
-            for (int part = 0; part < 4; part++) widen_part(unit, part);
-        zero_sums<LOWER>();
-        for (int64_t t = 0; t < tiles; t++) {
-            const auto& half = kept[t / TILES % KEPT][t % TILES].half;
-            const bool end = rest && t == tiles - 1;
-            multiply_tile<LOWER, Scheme::UNSIGNED_INPUTS>(end ? ends : in.codes + t * TILE_BYTES, end ? TILE_BYTES : in.stride,
-                                                         half[0], half[1], TILE_BYTES, [&](int part) {
-                if (t % TILES == 0) widen_part(t / TILES + BEFORE, part);
-                fence();
-            });
-        }
-        store_sums<LOWER>(sums);
-        const GroupScale of = scale_of(scheme, w, block, 0);
-        add_groups(scheme, w, &of, 1, sums, in.rows, in.step, in.sums, true, tile);
+    const int64_t steps = size / Scheme::STEP;
+    Widening<Scheme> wide{Scheme(w), size, w.codes + first * w.groups * steps * Scheme::BYTES, (last - first) * w.groups, size};
+    copy_ends(in.codes + w.groups * size - rest, in.stride, in.rows, rest, ends);
+    const int64_t apart = scale_bytes(w), ahead = scales_ahead(steps * Scheme::BYTES);
+    const uint8_t* scales = static_cast<const uint8_t*>(w.scale);
+    const auto add = [&](int64_t block, int64_t g) {
+        const GroupScale of = scale_of(scheme, w, block, g);
+        add_groups(scheme, w, &of, 1, sums, in.rows, in.step + g, in.sums + g, g == 0, tile);
+        if (g < w.groups - 1) return;
         for (int64_t m = 0; m < in.rows; m++) finish<1>(w, block, tile + m * BLOCK, y + m * stride, stride, add_to);
-    }
+    };
+    const auto widen_part = [&](auto number) { wide.template part<decltype(number)::value>(kept); };
+    wide.whole(kept), wide.whole(kept);
+    int64_t slot = 0;
+    for (int64_t block = first; block < last; block++)
+        for (int64_t g = 0; g < w.groups; g++) {
+            const int64_t at = (block * w.groups + g) * BLOCK;
+            prefetch(scales + (at + ahead) * apart);
+            if (apart == 4) prefetch(scales + (at + ahead) * apart + 64);
+            zero_sums<LOWER>();
+            const int8_t* x = in.codes + g * size;
+            for (int64_t t = 0; t < tiles; t++, x += TILE_BYTES) {
+                const auto& half = kept[slot][t % TILES].half;
+                const bool end = rest && g == w.groups - 1 && t == tiles - 1, begins = t % TILES == 0;
+                multiply_tile<LOWER, Scheme::UNSIGNED_INPUTS>(end ? ends : x, end ? TILE_BYTES : in.stride, half[0], half[1], TILE_BYTES, [&](auto number) {
+                    if (begins) widen_part(number);
+                    fence();
+                });
+                if (t % TILES == TILES - 1 || t == tiles - 1) slot = (slot + 1) % KEPT;
+                if (t) continue;
+                if (g)
+                    add(block, g - 1);
+                else if (block > first)
+                    add(block - 1, w.groups - 1);
+            }
+            store_sums<LOWER>(sums);
+        }
+    add(last - 1, w.groups - 1);
 }
 
 template <class Scheme>
 void tiled_linear(const Weights& w, const Inputs& in, int64_t first, int64_t last, float* y, int64_t stride, bool add_to) {
-    if (Scheme::STEP > 4 && w.groups == 1 && in.rows <= PAIR) {
+    if (Scheme::STEP > 4 && w.group >= TILE_BYTES && in.rows <= PAIR) {
         const TileShapes shapes(in.rows);
         _tile_loadconfig(&shapes);
         (in.rows > TILE ? few_tiled<Scheme, true> : few_tiled<Scheme, false>)(w, in, first, last, y, stride, add_to);

@@ -190,12 +190,13 @@ static void mix_all(int64_t rows, const float* weights, const Block* blocks, Ran
 
 static int64_t bits_of(int64_t kind) { return kind == CACHE_F32 ? 32 : kind == CACHE_INT8 ? 8 : kind == CACHE_INT4 ? 4 : 3; }
 
-static void fetch(const void* p, int64_t bytes) {
+// Inlined, as linear.h's prefetch.
+[[gnu::always_inline]] static inline void fetch(const void* p, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i);
 }
 
 // The first `count` keys of a block: of floats some of each dimension's lines, of codes all of them.
-static void fetch_keys(const Block& block, int64_t dim, int64_t count) {
+[[gnu::always_inline]] static inline void fetch_keys(const Block& block, int64_t dim, int64_t count) {
     const int64_t row = KEYS * bits_of(block.key_kind) / 8, some = count * bits_of(block.key_kind) / 8;
     if (row <= 64 || count == KEYS) return fetch(block.keys, dim * row);
     for (int64_t d = 0; d < dim; d++) fetch(static_cast<const char*>(block.keys) + d * row, some);

@@ -7,6 +7,7 @@ namespace SPECPRESS_PATH {
 struct Int4 : IntegerScheme<Int4, 8> {
     using IntegerScheme::IntegerScheme;
     static constexpr int SHORT = 32;
+    static constexpr int64_t FEW_TILED = 5;
     int above(const Weights& w) const { return static_cast<int>(w.zero); }
     template <int I>
     B64 part(B64 raw) const {

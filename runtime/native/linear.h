@@ -27,7 +27,8 @@ constexpr int64_t AHEAD = 8192;
 
 // Into the cache of the second level, on most processors: on their way to the first, lines hold the few buffers that loads
 // which miss need, and on Zen 4 four rows of int4 took 12 % longer, one row 4 %. Xeons with AMX gain from the first: nf4 11 to 15 %.
-inline void prefetch(const void* p) {
+// Inlined: to gcc a function that only fetches does nothing, and it leaves calls to it out.
+[[gnu::always_inline]] inline void prefetch(const void* p) {
 #if defined(__AMX_INT8__)
     __builtin_prefetch(p, 0, 3);
 #else
@@ -52,6 +53,10 @@ inline bool fetches_ahead() {
 }
 
 inline int64_t scale_bytes(const Weights& w) { return w.scale_type == specpress::SCALE_F32 ? 4 : 2; }
+
+// How far ahead of a group of so many bytes its scales are fetched: they are a second stream, too thin for the processor to
+// fetch ahead by itself.
+inline int64_t scales_ahead(int64_t group_bytes) { return (AHEAD / group_bytes + 1) * BLOCK; }
 
 inline F16 load_scale(const Weights& w, int64_t index) {
     if (w.scale_type == specpress::SCALE_F32) return load(static_cast<const float*>(w.scale) + index);
@@ -114,8 +119,7 @@ inline void small_product(const Weights& w, const Inputs& in, int64_t row, int64
     const float* step = in.step + row * groups;
     const int32_t* sums = in.sums + row * groups;
     const Scheme scheme(w);
-    // The scales are a second stream, too thin for the processor to fetch ahead by itself.
-    const int64_t apart = scale_bytes(w), ahead = (AHEAD / ((size / STEP) * Scheme::BYTES) + 1) * BLOCK;
+    const int64_t apart = scale_bytes(w), ahead = scales_ahead(size / STEP * Scheme::BYTES);
     const uint8_t* scales = static_cast<const uint8_t*>(w.scale);
     for (int64_t g = 0; g < groups; g++) {
         const int64_t at = (block * groups + g) * BLOCK;
@@ -321,8 +325,8 @@ template <class Scheme>
 void panel_linear(const Weights& w, const Inputs& in, int64_t first, int64_t last, float* y, int64_t stride, bool add_to);
 #endif
 
-// From how many rows on AMX's tiles are faster.
-constexpr int64_t TILED_ROWS = 16;
+// From how many rows on AMX's tiles are faster, and bytes of a tile's row: inputs that a group should have at least.
+constexpr int64_t TILED_ROWS = 16, TILE_BYTES = 64;
 #if defined(__AMX_INT8__)
 // amx.h
 template <class Scheme>
@@ -333,7 +337,7 @@ void tiled_linear(const Weights& w, const Inputs& in, int64_t first, int64_t las
 template <class Scheme>
 void integer_linear(const Weights& w, const Inputs& in, int64_t first, int64_t last, float* y, int64_t stride, bool add_to) {
 #if defined(__AMX_INT8__)
-    if (in.rows >= (w.groups == 1 ? Scheme::FEW_TILED : TILED_ROWS)) return tiled_linear<Scheme>(w, in, first, last, y, stride, add_to);
+    if (in.rows >= (w.group < TILE_BYTES ? TILED_ROWS : Scheme::FEW_TILED)) return tiled_linear<Scheme>(w, in, first, last, y, stride, add_to);
 #endif
 #if defined(SPECPRESS_WORDS)
     if constexpr (Scheme::SHORT == 0)
@@ -356,12 +360,12 @@ struct IntegerScheme {
     // Inputs whose products with one weight row fit 16 bits, two and two: codes up to c times 127, c · 254 · SHORT / 4 below
     // 2^15. 0: not even four of them do.
     static constexpr int SHORT = 0;
-    // TILED_ROWS where one group has all inputs.
+    // TILED_ROWS where groups fill tiles.
     static constexpr int64_t FEW_TILED = TILED_ROWS;
     // Whether the scheme has `whole`, all inputs at once, which decodes weights while those before are multiplied.
     static constexpr bool WHOLE = false;
     explicit IntegerScheme(const Weights&) {}
-    void fetch(const uint8_t* codes) const { prefetch(codes); }
+    [[gnu::always_inline]] void fetch(const uint8_t* codes) const { prefetch(codes); }
     B64 read(const uint8_t* codes) const { return load64(codes); }
     int above(const Weights&) const { return 0; }
     // `sum`: of the row's inputs.

@@ -11,7 +11,7 @@ struct Nested : IntegerScheme<Nested, 8> {
     };
     int64_t apart;
     explicit Nested(const Weights& w) : IntegerScheme(w), apart(specpress::plane_bytes(w)) {}
-    void fetch(const uint8_t* codes) const {
+    [[gnu::always_inline]] void fetch(const uint8_t* codes) const {
         prefetch(codes);
         prefetch(codes + apart);
     }

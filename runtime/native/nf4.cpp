@@ -5,6 +5,7 @@ namespace SPECPRESS_PATH {
 
 struct Nf4 : IntegerScheme<Nf4, 8> {
     static constexpr int FETCH_ROWS = 2;
+    static constexpr int64_t FEW_TILED = 7;
     B64 levels;
     explicit Nf4(const Weights& w) : IntegerScheme(w) {
         uint8_t sixteen[16];

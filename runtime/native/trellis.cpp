@@ -195,7 +195,7 @@ struct Trellis : IntegerScheme<Trellis<BITS>, 16> {
     Decoder<BITS> decoder;
     explicit Trellis(const Weights& w) : IntegerScheme<Trellis<BITS>, 16>(w), decoder(w.levels) {}
     // Half of a step's.
-    void fetch(const uint8_t* codes) const {
+    [[gnu::always_inline]] void fetch(const uint8_t* codes) const {
         for (int64_t line = 0; line < BYTES / 2; line += 64) prefetch(codes + line);
     }
     Tile read(const uint8_t* codes) const { return Tile(codes); }

@@ -166,14 +166,16 @@ void test_linear(const NamedPath& path) {
         if (kind == TRELLIS) shape.bits = 2;
         for (int64_t rows = 0; rows <= 17; rows++) compare(path, shape, rows, random, pool);
         compare(path, shape, 70, random, pool);
-        // Tiles: rows with a rest and without, parts of a long group, and lines of 64 inputs with nothing left over.
+        // Tiles: rows with a rest and without, parts of a long group, groups of a tile, of two and of one and a rest, and lines
+        // of 64 inputs with nothing left over.
         for (int64_t inputs : {72, 1100, 1152})
-            for (int64_t group : {inputs, int64_t{64}})
+            for (int64_t group : {inputs, int64_t{64}, int64_t{128}, int64_t{104}})
                 if (kind >= INT8 && ((kind != UPPER && !by_rows(kind)) || group == inputs)) {
                     LayerShape wide = {kind, 70, inputs};
                     if (kind == TRELLIS) wide.bits = inputs == 72 ? 4 : 3;
                     wide.group = group;
-                    for (int64_t rows : {16, 31, 64}) compare(path, wide, rows, random, pool);
+                    wide.offset = kind == INT4 && group == 128;
+                    for (int64_t rows : {5, 8, 16, 31, 64}) compare(path, wide, rows, random, pool);
                 }
         edges(path, kind, random, pool);
     }
