@@ -360,8 +360,8 @@ struct IntegerScheme {
     // Inputs whose products with one weight row fit 16 bits, two and two: codes up to c times 127, c · 254 · SHORT / 4 below
     // 2^15. 0: not even four of them do.
     static constexpr int SHORT = 0;
-    // TILED_ROWS where groups fill tiles.
-    static constexpr int64_t FEW_TILED = TILED_ROWS;
+    // TILED_ROWS where groups fill tiles: where other products pass over the codes twice, or fewer.
+    static constexpr int64_t FEW_TILED = MAX_ROWS + 1;
     // Whether the scheme has `whole`, all inputs at once, which decodes weights while those before are multiplied.
     static constexpr bool WHOLE = false;
     explicit IntegerScheme(const Weights&) {}
