@@ -126,8 +126,8 @@ inline void multiply_right() {
 }
 
 // Up to 32 rows of 64 inputs, `apart` bytes from row to row, times 32 outputs of which 16 lie at `left`, the others at
-// `right`; added to the sums. Where inputs are not unsigned weights are. `meanwhile` is called with the constants 0 to 3, for work that the
-// processor does while it waits for tiles.
+// `right`; added to the sums. Where inputs are not unsigned weights are. `meanwhile` is called with the constants 0 to 3, for
+// work that the processor does while it waits for tiles.
 template <bool LOWER, bool UNSIGNED_INPUTS, class Meanwhile>
 inline void multiply_tile(const int8_t* x, int64_t apart, const uint8_t* left, const uint8_t* right, int64_t weights_apart,
                           Meanwhile meanwhile) {
@@ -367,10 +367,12 @@ void few_tiled(const Weights& w, const Inputs& in, int64_t first, int64_t last, 
             for (int64_t t = 0; t < tiles; t++, x += TILE_BYTES) {
                 const auto& half = kept[slot][t % TILES].half;
                 const bool end = rest && g == w.groups - 1 && t == tiles - 1, begins = t % TILES == 0;
-                multiply_tile<LOWER, Scheme::UNSIGNED_INPUTS>(end ? ends : x, end ? TILE_BYTES : in.stride, half[0], half[1], TILE_BYTES, [&](auto number) {
+                const auto meanwhile = [&](auto number) {
                     if (begins) widen_part(number);
                     fence();
-                });
+                };
+                multiply_tile<LOWER, Scheme::UNSIGNED_INPUTS>(end ? ends : x, end ? TILE_BYTES : in.stride, half[0], half[1],
+                                                              TILE_BYTES, meanwhile);
                 if (t % TILES == TILES - 1 || t == tiles - 1) slot = (slot + 1) % KEPT;
                 if (t) continue;
                 if (g)
