@@ -4,8 +4,8 @@
     python examples/drafter_by_text.py --target runs/int8/model --draft org/smaller --rounds 9
 
 The kinds: code that repeats what stands above it, new code, prose (comments), and code at temperature 1; all begun with
-pieces of Python's own library. Of each kind every way of drafting takes its turn in each round, so that a machine which
-changes its pace changes all. "Whole": the kinds one after the other, as a server gets them.
+pieces of Python's own library. All ways of drafting take turns, text by text, so that a machine which changes its pace
+changes all, and of each text the middle round counts. "Whole": the kinds one after the other, as a server gets them.
 
 Each trial is a process of its own, and the median one counts: it is luck what a drafter seemed to be worth at first,
 and the same code on the same texts is some percent faster in one process than in the next, by where its memory lies.
@@ -16,6 +16,7 @@ import random
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -27,8 +28,8 @@ from runtime.cli import without_traceback
 PAIR = Path(__file__).parent / "pair"
 KINDS = ("repeating", "code", "prose", "sampled")
 MODULES = ("argparse", "ast", "decimal", "difflib", "doctest", "inspect", "pickle", "tarfile")
-# Tokens per second by kind of text and by drafter, one of each round.
-Speeds = dict[str, dict[str, list[float]]]
+# Seconds by kind of text and by drafter, of each text those of each round.
+Seconds = dict[str, dict[str, list[list[float]]]]
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -59,9 +60,8 @@ def prompts(count: int, seed: int) -> dict[str, list[str]]:
 
 def measured(
     target: str, draft: str, names: list[str], count: int, new_tokens: int, rounds: int, seed: int
-) -> tuple[Speeds, int]:
-    """Tokens per second of each round of a trial, by kind of text and drafter, and how many texts differ from plain
-    decoding's."""
+) -> tuple[Seconds, int]:
+    """The seconds of a trial, and how many texts differ from plain decoding's."""
     from dataclasses import replace
 
     from runtime.bench.speculate import Item, Job, Way, run_once
@@ -79,28 +79,23 @@ def measured(
         name: Way(NoDrafter() if name == "none" else make(model, name, small), Controller(), model.decoder.new_cache())
         for name in names
     }
-    speeds: Speeds = {kind: {name: [] for name in names} for kind in (*KINDS, "whole")}
+    seconds: Seconds = {kind: {name: [[] for _ in range(count)] for name in names} for kind in KINDS}
     differ = 0
     for number in range(rounds + 1):
-        taken, made = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
         for kind in KINDS:
-            sampling = Sampling(temperature=1.0, seed=seed) if kind == "sampled" else Sampling()
-            turns = {
-                name: run_once(replace(job, sampling=sampling), way, items[kind])
-                for name, way in (ways.items() if number % 2 else reversed(ways.items()))
-            }
-            for name, one in turns.items():
-                tokens = sum(map(len, one.tokens))
-                taken[name], made[name] = taken[name] + one.seconds, made[name] + tokens
-                if number:
-                    speeds[kind][name].append(tokens / one.seconds)
-                differ += sum(a != b for a, b in zip(one.tokens, turns["none"].tokens, strict=True))
-        for name in names if number else ():
-            speeds["whole"][name].append(made[name] / taken[name])
-    return speeds, differ
+            own = replace(job, sampling=Sampling(temperature=1.0, seed=seed) if kind == "sampled" else Sampling())
+            for text, item in enumerate(items[kind]):
+                turns = {
+                    name: run_once(own, way, [item])
+                    for name, way in (ways.items() if (number + text) % 2 else reversed(ways.items()))
+                }
+                differ += sum(one.tokens != turns["none"].tokens for one in turns.values())
+                for name, one in turns.items() if number else ():
+                    seconds[kind][name][text].append(one.seconds)
+    return seconds, differ
 
 
-def in_a_process(given: list[str], options: dict[str, object]) -> tuple[Speeds, int]:
+def in_a_process(given: list[str], options: dict[str, object]) -> tuple[Seconds, int]:
     """`measured` by this file in a process of its own; `given`: the drafters to choose among."""
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     command = [sys.executable, __file__, f"--drafters={','.join(given)}", "--trials=1", "--json", *words]
@@ -108,7 +103,7 @@ def in_a_process(given: list[str], options: dict[str, object]) -> tuple[Speeds, 
     if done.returncode:
         raise typer.Exit(done.returncode)  # it has said why
     found = json.loads(done.stdout)
-    return found["speeds"], found["differ"]
+    return found["seconds"], found["differ"]
 
 
 @app.command()
@@ -121,7 +116,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="Rounds of a trial that count, after one that does not.", min=1)] = 5,
     trials: Annotated[int, typer.Option(help="Trials, each a process that learns anew.", min=1)] = 5,
     seed: int = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the tokens per second of each round.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the seconds of each text and round.")] = False,
 ) -> None:
     """Prints tokens per second over plain decoding, of each drafter and of who chooses among them."""
     from rich.console import Console
@@ -137,26 +132,34 @@ def main(
             found = [in_a_process(among, {**options, "seed": seed}) for _ in range(trials)]
         differ = sum(one for _, one in found)
         if as_json:
-            together = {
-                kind: {name: [one for speeds, _ in found for one in speeds[kind][name]] for name in names}
-                for kind in (*KINDS, "whole")
+            together: Seconds = {
+                kind: {name: [one for seconds, _ in found for one in seconds[kind][name]] for name in names}
+                for kind in KINDS
             }
-            print(json.dumps({"speeds": together, "differ": differ}))
+            print(json.dumps({"seconds": together, "differ": differ}))
             return
         table = Table("text", *among, "chosen", "over the best of them", "trials")
-        for kind in (*KINDS, "whole"):
-            gains = {name: median(_over(speeds[kind], name, "none") for speeds, _ in found) for name in names[1:]}
+        for row, kinds in {**{kind: (kind,) for kind in KINDS}, "whole": KINDS}.items():
+            gains = {name: median(_over_plain(seconds, kinds, name) for seconds, _ in found) for name in names[1:]}
             best = max(among, key=gains.__getitem__)
-            each = sorted(_over(speeds[kind], drafters, best) for speeds, _ in found)
+            each = sorted(
+                _over_plain(seconds, kinds, drafters) / _over_plain(seconds, kinds, best) for seconds, _ in found
+            )
             shown = (f"{gains[name]:.2f} ×" for name in names[1:])
-            table.add_row(kind, *shown, f"{median(each):.3f}", f"{each[0]:.3f} to {each[-1]:.3f}")
+            table.add_row(row, *shown, f"{median(each):.3f}", f"{each[0]:.3f} to {each[-1]:.3f}")
         Console().print(table)
         print(f"{differ} texts differ from plain decoding's")
 
 
-def _over(speeds: dict[str, list[float]], name: str, other: str) -> float:
-    """The median over a trial's rounds of one drafter's speed over another's."""
-    return median(a / b for a, b in zip(speeds[name], speeds[other], strict=True))
+def _over_plain(seconds: Seconds, kinds: Iterable[str], name: str) -> float:
+    """How many times as fast a drafter was in a trial as plain decoding, over all texts of these kinds: of each text
+    by the middle one of its rounds' ratios."""
+    plain = own = 0.0
+    for kind in kinds:
+        for text, others in zip(seconds[kind]["none"], seconds[kind][name], strict=True):
+            plain += median(text)
+            own += median(text) * median(b / a for a, b in zip(text, others, strict=True))
+    return plain / own
 
 
 if __name__ == "__main__":

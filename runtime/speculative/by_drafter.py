@@ -4,7 +4,7 @@ All fades, so that what was seen lately counts more.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,6 +25,8 @@ _COSTS, _SLOWEST = 0.03, 4.0
 _TOGETHER = 48
 
 
+# How many rounds what texts gain that do not repeat themselves counts for where one does.
+_OTHERS = 20.0
 # What looks at drafters that are not the best may cost: a share of all time, and so many rounds each time that there
 # are twice as many rounds, from so many on.
 LOOKING, _CREDIT, _ROUNDS = 0.004, 2.0, 32
@@ -186,6 +188,7 @@ class Usual:
     rounds, seconds   all; looking: seconds that looking has cost of them.
     target            by the texts in a round: the seconds of one text's part of the target's forward, by its rows;
                       drawing a token takes longer than finding the most probable one.
+    copying           those of whom what texts gain while they do not repeat themselves tells nothing of when they do.
     later             rounds by the texts in them that are not in there yet: some are taken in together.
     """
 
@@ -196,12 +199,13 @@ class Usual:
     rounds: int = 0
     seconds: float = 0.0
     looking: float = 0.0
+    copying: Collection[str] = ()
 
     @staticmethod
-    def of(names: Sequence[str]) -> "Usual":
+    def of(names: Sequence[str], copying: Collection[str] = ()) -> "Usual":
         """Of which nothing is known."""
         phases = [Phase({name: Gain() for name in names}, {name: _Spread() for name in names}) for _ in range(2)]
-        return Usual({False: phases[0], True: phases[1]}, {name: Cost() for name in names})
+        return Usual({False: phases[0], True: phases[1]}, {name: Cost() for name in names}, copying=copying)
 
     def forward(self, batch: int) -> Curve:
         """One text's part of the forward for so many; of numbers that never were that of the nearest one."""
@@ -242,7 +246,12 @@ class Usual:
         for name, cost in self.costs.items():
             phase = self.phases[repeats if self.phases[repeats].gains[name].rounds else not repeats]
             (tokens, rows), spread = phase.of_round(name), phase.spreads[name]
-            rounds = phase.gains[name].rounds
+            rounds, others = phase.gains[name].rounds, self.phases[False].gains[name].rounds
+            if repeats and others and name not in self.copying:
+                # Few rounds are of texts that repeat themselves, and most drafters care little whether they do.
+                share = _OTHERS / (_OTHERS + rounds)
+                mixed = zip((tokens, rows), self.phases[False].of_round(name), strict=True)
+                tokens, rows = (own + share * (usual - own) for own, usual in mixed)
             if name in own:
                 gain = own[name]
                 prior = spread.prior(gain, tokens)

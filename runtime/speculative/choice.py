@@ -154,7 +154,7 @@ class Choice:
         self.names, self._copying = tuple(names), frozenset(copying)
         # Who, while it drafts, leaves nobody to be watched; with two that copy there is no such drafter.
         self._alone = next(iter(copying)) if len(copying) == 1 else ""
-        self._usual = {kind: Usual.of(names) for kind in KINDS}
+        self._usual = {kind: Usual.of(names, copying) for kind in KINDS}
         self._texts: dict[int, _Text] = {}
 
     def drafts(self, text: int) -> str | None:
@@ -238,22 +238,33 @@ class Choice:
         if known.missed >= _MISSED and known.repeats and known.chosen in self._copying:
             known.left = 0
 
-    def shadowed(self, text: int, name: str, tokens: int, rows: int) -> None:
-        """Learns that a round of so many rows would have gained so many tokens, had this drafter drafted."""
+    def shadowed(self, text: int, name: str, tokens: int, rows: int, passed: int = 0) -> None:
+        """Learns that a round of so many rows would have gained so many tokens, had this drafter drafted, after so many
+        `passed` rounds that were not watched, as one before them had gained one token."""
         known = self._texts[text]
         if name == known.chosen:
             return
+        if passed > 0:
+            seen = known.watched[known.repeats].setdefault(name, ([], []))
+            seen[0].extend([1] * passed)
+            seen[1].extend([min(rows, 2)] * passed)
         copied = known.copied + _SHADOWED * (tokens - known.copied)
-        repeats = copied >= _REPEATS
-        if repeats != known.repeats:
+        repeats, before = copied >= _REPEATS, known.repeats
+        if repeats == before:
+            seen = known.watched[repeats].setdefault(name, ([], []))
+            seen[0].append(tokens)
+            seen[1].append(rows)
+        else:
+            # It counts for what the text was thought to be before it, and for others alone: what tells that a text
+            # repeats itself would always promise that copies will be right. Only the first of all does.
+            phases = known.usual.phases
+            first = repeats and not phases[True].gains[name].rounds
+            phases[before or first].gained(Gain(), name, (tokens,), rows)
             known.take_in(known.chosen in self._copying)
             known.left = known.look = 0
             # Who is the best now is to draft now.
             known.paused = {one: max(known.paused.get(one, 0), known.rounds + _PAUSE) for one in self.names}
         known.copied = copied
-        seen = known.watched[repeats].setdefault(name, ([], []))
-        seen[0].append(tokens)
-        seen[1].append(rows)
 
     def close(self, text: int) -> None:
         """The text has ended."""

@@ -24,6 +24,7 @@ class Shadow:
     at      the length of the text when it was made.
     tokens  of which so many were `right` as far as the text goes.
     rows    of the round that it would have been: copies are a token longer than what of them was right lately.
+    passed  tokens between a wrong draft before it and this one: each would have been a round of its own.
     due     the round before which there is something to do; pause: rounds until the next draft, after a wrong one.
     """
 
@@ -31,6 +32,7 @@ class Shadow:
     tokens: Sequence[int] = ()
     right: int = 0
     rows: int = 1
+    passed: int = 0
     due: int = 0
     pause: int = 0
 
@@ -45,8 +47,9 @@ class Shadow:
             return None
         self.due = number + 1
         if not self.tokens:
-            draft = drafter.draft_one(request, LONGEST)
-            self.at, self.tokens, self.right, self.rows = len(request.tokens), draft.tokens, 0, 1
+            draft, at = drafter.draft_one(request, LONGEST), len(request.tokens)
+            self.passed = at - self.at - 1 if self.at and not self.right else 0
+            self.at, self.tokens, self.right, self.rows = at, draft.tokens, 0, 1
             return None if draft.tokens else self._found(0)
         text, tokens, right, at = request.tokens, self.tokens, self.right, self.at
         there = min(len(text) - at, len(tokens))
@@ -57,6 +60,10 @@ class Shadow:
             return None
         self.rows = 1 + min(right + 1, len(tokens))
         return self._found(right)
+
+    def forget(self) -> None:
+        """Its drafter has drafted itself: what the text became then was no round of another's."""
+        self.at, self.tokens, self.right = 0, (), 0
 
     def _found(self, right: int) -> int:
         self.tokens = ()

@@ -105,18 +105,21 @@ class ChosenDrafter(ChainedDrafter):
     def watch(self, request: Request, text: int) -> None:
         """Before a round of this text, by the number that the choice knows it by: tells what those who do not draft for
         it would have gained."""
-        drafting = self.choice.drafts(text)
-        if drafting is None or (drafting in self.copying and len(self.copying) == 1):
+        if (drafting := self.choice.drafts(text)) is None:
             return
         shadows = self._shadows.get(request.id)
         if shadows is None:
             shadows = self._shadows[request.id] = {name: Shadow() for name in self.copying}
+        if drafting in shadows:
+            shadows[drafting].forget()
+            if len(shadows) == 1:
+                return
         number, due = self.choice.rounds(text), []
         for name, shadow in shadows.items():
             if name == drafting:
                 continue
             if (right := shadow.round(request, self.copying[name], number)) is not None:
-                self.choice.shadowed(text, name, 1 + right, shadow.rows)
+                self.choice.shadowed(text, name, 1 + right, shadow.rows, shadow.passed)
             due.append(shadow.due)
         self.choice.unwatched(text, min(due))
 

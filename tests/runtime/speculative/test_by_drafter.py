@@ -55,6 +55,20 @@ def test_expected_is_between_the_text_s_own_rounds_and_those_of_others() -> None
     assert usual.expected({}, False, 7)["model"].seconds == found["model"].seconds  # the nearest batch that was
 
 
+def test_few_rounds_of_texts_that_repeat_themselves_count_little_but_for_copies() -> None:
+    usual = Usual.of(NAMES, copying=("lookup",))
+    for name in NAMES:
+        usual.costs[name].add([Taken(3, 5, 0.2, 1.0)] * 10, asking=True)
+        usual.phases[False].gained(Gain(), name, [3] * 400, 400 * 5)
+        usual.phases[True].gained(Gain(), name, [9] * 4, 4 * 10)
+    usual.took(1, [Taken(3, 5, 0.2, 1.0)])
+    found = usual.expected({}, True, 1)
+    assert 3 < found["model"].tokens < 4.5 and found["lookup"].tokens == pytest.approx(9)
+    usual.phases[True].gained(Gain(), "model", [9] * 400, 400 * 10)
+    assert 8 < usual.expected({}, True, 1)["model"].tokens < 9  # many are told more of
+    assert usual.expected({}, False, 1)["model"].tokens == pytest.approx(3)
+
+
 @pytest.mark.parametrize("together", [1, 7])
 def test_what_drafting_takes_follows_what_it_lately_took(together: int) -> None:
     rng, cost = np.random.default_rng(1), Cost()

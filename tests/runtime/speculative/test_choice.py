@@ -119,6 +119,31 @@ def test_a_copier_is_watched_rather_than_looked_at_and_drafts_at_once_where_the_
     assert drafts(("lookup",), {44: 15}, until=44, by_model=1)[344:].count("l") >= 5
 
 
+def test_copies_that_were_right_for_once_promise_nothing() -> None:
+    """Texts in which now and then nine tokens were there before, and then no more: a copier that drafts for them gains
+    nothing, and is soon left alone; one whose copies go on being right drafts on."""
+
+    def share(right_on: bool) -> float:
+        """Of the last texts' rounds those in which copies drafted."""
+        choice, copied, rounds = Choice(("model", "lookup"), ("lookup",)), 0, 0
+        for text in range(60):
+            repeats = False
+            for number in range(60):
+                if number % 20 == 10 and choice.drafts(text) == "model":
+                    choice.shadowed(text, "lookup", 9, 10)
+                    repeats = right_on
+                elif number % 4 == 0 and choice.drafts(text) == "model":
+                    choice.shadowed(text, "lookup", 1, 2, passed=6)
+                name = choice.next(text, 1)
+                copied, rounds = copied + (text >= 40 and name == "lookup"), rounds + (text >= 40)
+                tokens = 3 if name == "model" else 9 if repeats else 1
+                choice.observe(text, Taken(tokens, 4, 0.5 if name == "model" else 0.02, 1.0))
+            choice.close(text)
+        return copied / rounds
+
+    assert share(right_on=False) < 0.02 < 0.6 < share(right_on=True)
+
+
 def test_a_look_ends_when_it_has_cost_too_much() -> None:
     """One that loses ten times as much as a round gains is not seen through, and not repeated soon; a good one is."""
 

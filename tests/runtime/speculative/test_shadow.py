@@ -84,6 +84,43 @@ def test_texts_that_copies_fit_are_watched_more_often() -> None:
     assert 200 / 6 < len(drafter.made) < 200 / 4
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_rounds_between_wrong_drafts_are_told_of(seed: int) -> None:
+    """With them the mean is near that of rounds that lookup itself drafts, and without them far above it."""
+    rng = np.random.default_rng(seed)
+    text: list[int] = [int(token) for token in rng.integers(0, 200, 60)]
+    while len(text) < 6000:  # copies now and then, and else what seldom was before
+        start = int(rng.integers(0, len(text) - 30))
+        text += text[start : start + int(rng.integers(8, 30))]
+        text += [int(token) for token in rng.integers(0, 200, int(rng.integers(20, 120)))]
+
+    def request() -> Request:
+        return Request(0, text[:60], 60, Sampling(), len(text))
+
+    own, drafter, rounds = request(), LookupDrafter(), 0
+    while len(own.tokens) < len(text) - LONGEST:
+        draft, at = drafter.draft_one(own, LONGEST), len(own.tokens)
+        right = next((i for i, token in enumerate(draft.tokens) if token != text[at + i]), len(draft.tokens))
+        own.tokens += text[at : at + right + 1]
+        rounds += 1
+    alone = (len(own.tokens) - 60) / rounds
+    watched, drafter, shadow = request(), LookupDrafter(), Shadow()
+    found: list[tuple[int, int]] = []
+    for number in count():
+        if len(watched.tokens) >= len(text) - LONGEST:
+            break
+        if (more := shadow.round(watched, drafter, number)) is not None:
+            found.append((1 + more, shadow.passed))
+        watched.tokens += text[len(watched.tokens) : len(watched.tokens) + int(rng.integers(1, 5))]
+    tokens, passed = sum(one for one, _ in found), sum(one for _, one in found)
+    assert (tokens + passed) / (len(found) + passed) == pytest.approx(alone, rel=0.12)
+    assert tokens / len(found) > 1.3 * alone
+    # What its drafter wrote itself meanwhile is nobody's round.
+    shadow.forget()
+    shadow.round(watched, Same(), shadow.due)
+    assert shadow.passed == 0
+
+
 class Same(CopyingDrafter[None]):
     """Always says that token 0 comes next."""
 
@@ -95,7 +132,8 @@ class Same(CopyingDrafter[None]):
 
 def test_a_token_is_right_as_often_as_it_is_drawn() -> None:
     """So that what is watched is what drafting would have been: chi-squared on one degree of freedom, at 0.1 %."""
-    rng, p, shadow, right = np.random.default_rng(3), 0.35, Shadow(), []
+    rng, p, shadow = np.random.default_rng(3), 0.35, Shadow()
+    right: list[int] = []
     request = Request(0, [1], 1, Sampling(temperature=1.0), 10**6)
     for number in count():
         if len(right) == 4000:
