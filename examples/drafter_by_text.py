@@ -59,7 +59,7 @@ def prompts(count: int, seed: int) -> dict[str, list[str]]:
 
 
 def measured(
-    target: str, draft: str, names: list[str], count: int, new_tokens: int, rounds: int, seed: int
+    target: str, draft: str, names: list[str], count: int, new_tokens: int, rounds: int, seed: int, threads: int | None
 ) -> tuple[Seconds, int]:
     """The seconds of a trial, and how many texts differ from plain decoding's."""
     from dataclasses import replace
@@ -71,7 +71,7 @@ def measured(
     from runtime.speculative.draft_length import Controller
     from runtime.speculative.drafters.by_name import make
 
-    model, small = load(target), load(draft)
+    model, small = load(target, threads=threads), load(draft, threads=threads)
     begun = prompts(count, seed)
     items = {k: [Item(model.tokenizer.encode(text)[-200:], k) for text in texts] for k, texts in begun.items()}
     job = Job(model.decoder, NoDrafter(), (), new_tokens, 1, Sampling(), "coupled", None)
@@ -116,6 +116,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="Rounds of a trial that count, after one that does not.", min=1)] = 5,
     trials: Annotated[int, typer.Option(help="Trials, each a process that learns anew.", min=1)] = 5,
     seed: int = 0,
+    threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="physical cores")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the seconds of each text and round.")] = False,
 ) -> None:
     """Prints tokens per second over plain decoding, of each drafter and of who chooses among them."""
@@ -126,10 +127,11 @@ def main(
         among = drafters.split(",")
         names = ["none", *among, drafters]
         options = {"target": target, "draft": draft, "count": count, "new_tokens": new_tokens, "rounds": rounds}
+        options |= {"seed": seed} | ({} if threads is None else {"threads": threads})
         if trials == 1:
-            found = [measured(target, draft, names, count, new_tokens, rounds, seed)]
+            found = [measured(target, draft, names, count, new_tokens, rounds, seed, threads)]
         else:
-            found = [in_a_process(among, {**options, "seed": seed}) for _ in range(trials)]
+            found = [in_a_process(among, options) for _ in range(trials)]
         differ = sum(one for _, one in found)
         if as_json:
             together: Seconds = {
