@@ -122,13 +122,10 @@ class _Text:
             return
         by_phase: dict[bool, list[Taken]] = {self.repeats: drafted}
         if copies:
-            by_phase, copied, phase, missed = {}, self.copied, self.repeats, 0
+            by_phase, copied = {}, self.copied
             for one in drafted:
-                by_phase.setdefault(phase, []).append(one)
+                by_phase.setdefault(copied >= _REPEATS, []).append(one)
                 copied += _COPIED * (one.tokens - copied)
-                missed = missed + 1 if one.tokens == 1 else 0
-                # Its drafter drafts on until so many were wrong, which is what a text that repeats itself then gains.
-                phase = copied >= _REPEATS or (phase and missed < _MISSED)
             self.copied = copied
         for repeats, some in by_phase.items():
             own = self.gains[repeats][self.chosen]
