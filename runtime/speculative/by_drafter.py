@@ -251,7 +251,7 @@ class Usual:
                 # Few rounds are of texts that repeat themselves, and most drafters care little whether they do.
                 share = _OTHERS / (_OTHERS + rounds)
                 mixed = zip((tokens, rows), self.phases[False].of_round(name), strict=True)
-                tokens, rows = (own + share * (usual - own) for own, usual in mixed)
+                tokens, rows = (here + share * (elsewhere - here) for here, elsewhere in mixed)
             if name in own:
                 gain = own[name]
                 prior = spread.prior(gain, tokens)
