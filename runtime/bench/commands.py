@@ -287,7 +287,8 @@ def _run(plan: Plan, measure: "Measure") -> None:
                 "rounds": options.rounds,
                 "warm_up_rounds": WARM_UP,
                 "order": "each round times everything of one scheme once",
-                "gb_per_second": "weight bytes as the kernels hold them, without keys and values, over ms_median",
+                "gb_per_second": "bytes of weights, as the kernels hold them, and of states, read and written, over "
+                "ms_median; without keys and values",
                 "share_of_bandwidth": "of the better reading before and after each sample; median over the rounds",
                 "bandwidth_by_scheme": {scheme: median(found) if found else None for scheme, found in readings.items()},
             },

@@ -38,9 +38,13 @@ def time_forwards(
     steps = {task: step(*task) for task in tasks}
     if draft is not None:
         steps["draft", 1] = _steps(draft, longest)("draft", 1)
-    read = {task: _bytes_read(decoder, call) for task, call in steps.items() if task[0] != "draft"}
+    read = {
+        (what, width): _bytes_read(decoder, call) + _bytes_of_states(decoder, 1 if what == "prefill" else width)
+        for (what, width), call in steps.items()
+        if what != "draft"
+    }
     if draft is not None:
-        read["draft", 1] = read_bytes(draft)
+        read["draft", 1] = read_bytes(draft) + _bytes_of_states(draft, 1)
     samples = interleaved(steps, rounds, memory)
     base = next((samples[task] for task in tasks if task[0] != "prefill" and task[1] == 1), None)
     return [
@@ -56,6 +60,11 @@ def _bytes_read(decoder: BaseDecoder, step: Callable[[], float]) -> int:
     before = decoder.experts_read
     step()
     return read_bytes(decoder, decoder.experts_read - before)
+
+
+def _bytes_of_states(decoder: BaseDecoder, left: int) -> int:
+    """Of layers that carry a state from row to row: what is read of it, and what rows write that leave `left` of them."""
+    return 4 * decoder.architecture.cache_shape.state * (1 + left)
 
 
 def begun(

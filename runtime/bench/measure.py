@@ -66,8 +66,9 @@ def row(
     """One thing that was timed at one width, from the samples of all rounds.
 
     what  "decode", "prefill", "draft", "chain", "tree", or a layer: "qkv", "o", "gate_up", "down", "head", "all".
-    read  bytes of weights that one forward or product reads: gb_per_second is of these, and share_of_bandwidth over
-          the memory's speed around each sample, the median over the rounds; None where that is unknown.
+    read  bytes of weights that one forward or product reads, and of states that a forward reads and writes:
+          gb_per_second is of these, and share_of_bandwidth over the memory's speed around each sample, the median over
+          the rounds; None where that is unknown.
     base  samples of the same at width 1, for over_width_1; None: they were not taken.
     more  keys beside these.
     """

@@ -14,13 +14,16 @@ from typer.testing import CliRunner
 from runtime import native
 from runtime.bench import layers as bench_layers
 from runtime.bench.__main__ import app
-from runtime.bench.forwards import CONTEXT, tree
+from runtime.bench.forwards import CONTEXT, time_forwards, tree
 from runtime.bench.layers import Layer, copies, layers
-from runtime.bench.measure import WARM_UP, Sample, cache_bytes, fastest, interleaved, machine, row
+from runtime.bench.measure import WARM_UP, Sample, cache_bytes, fastest, interleaved, machine, read_bytes, row
 from runtime.bench.options import SHAPE_NAMES
 from runtime.bench.shapes import SHAPES
 from runtime.contract import Rows
 from runtime.kernels.dispatch import Kernel, choose
+from runtime.model.base import BaseDecoder
+from runtime.model.load import load
+from tests.runtime.model.families import write
 
 KEYS = {
     *("what", "engine", "scheme", "width", "ms_median", "ms_min", "tokens_per_second", "bytes_read"),
@@ -69,6 +72,20 @@ def check_rows(found: dict[str, Any]) -> None:
         assert 0 < values["ms_min"] <= values["ms_median"]
         assert values["tokens_per_second"] == pytest.approx(values["width"] / values["ms_median"] * 1e3)
         assert values["gb_per_second"] > 0 and (values["share_of_bandwidth"] is not None) is HAS_NATIVE
+
+
+@pytest.mark.parametrize("kind", ["smollm3", "lfm2", "qwen3_5_text"])
+def test_states_count_as_they_are_read_and_written(kind: str, tmp_path: Path) -> None:
+    decoder = load(write(kind, tmp_path / kind), threads=1).decoder
+    assert isinstance(decoder, BaseDecoder)
+    cache = decoder.new_cache()
+    states = cache.states(cache.open(8))
+    of_one, weights = 0 if states is None else states.memory[0].nbytes, read_bytes(decoder)
+    assert (of_one > 0) is (kind != "smollm3") and weights > 0
+    rows = time_forwards(decoder, "float32", [("decode", 1), ("decode", 4), ("prefill", 9)], 1, lambda: None, decoder)
+    read = {(row["what"], row["width"]): row["bytes_read"] - weights for row in rows}
+    one, four = 2 * of_one, 5 * of_one
+    assert read == {("decode", 1): one, ("decode", 4): four, ("prefill", 9): one, ("draft", 1): one}
 
 
 def test_decode_writes_a_row_per_scheme_and_width(tmp_path: Path) -> None:
