@@ -4,34 +4,48 @@
     python examples/useless_heads.py --shape tinyllama-tenth --kinds oracle,block,eagle3 --rounds 9
 
 All drafters have random weights in the sizes that such drafters have; the oracle drafts with a model and is wrong each
-time. Plain decoding and the drafters take turns, text by text. "First" is what a new controller's first texts cost,
-while it finds out; "after" are the same texts again. Of each text the middle round counts: a machine that was elsewhere
-during one is so not taken for its drafter.
+time. Plain decoding and the drafters write the same text side by side, in turns of 32 tokens, and the mean over all
+turns is printed of what a drafter's took over plain decoding's: a machine that is slow for a while is so for all of
+them. Where it was elsewhere during a turn of one, that turn counts as 25 % longer or shorter: finding out costs less
+than that in any turn. "First" is what a new controller's first texts cost, while it finds out; "after" are the same
+texts again.
 """
 
 import json
 import time
-from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import geometric_mean
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from runtime.cli import without_traceback
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from runtime.bench.speculate import Job
+    from runtime.engine.engine import Engine
     from runtime.model.load import Model
-    from runtime.speculative.draft import Drafter
+    from runtime.speculative.draft import Drafter, Request
     from runtime.speculative.drafters.medusa import Heads
 
 PAIR = Path(__file__).parent / "pair"
+# Tokens of a turn: more than the rounds behind a draft that find much less of the target in the caches; and what one
+# turn over another counts for at most.
+TURN, MOST = 32, 1.25
 KINDS = ("oracle", "block", "medusa", "eagle3", "dflash", "dspark")
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+class Taken(NamedTuple):
+    """What a turn took: seconds, and the processor's."""
+
+    seconds: float
+    processor: float
 
 
 def published_head(folder: Path, kind: str, model: "Model") -> Path:
@@ -120,48 +134,70 @@ def measured(
     import torch
 
     from runtime.bench.jobs import random_items
-    from runtime.bench.speculate import Job, Way, run_once
+    from runtime.bench.speculate import Job
+    from runtime.engine.engine import Engine
+    from runtime.engine.metrics import Metrics
     from runtime.model.load import load
     from runtime.sampling.params import Sampling
-    from runtime.speculative.draft import NoDrafter
+    from runtime.speculative.draft import NoDrafter, Request
     from runtime.speculative.draft_length import Controller
 
     torch.manual_seed(0)
     model = load(target, threads=threads)
     items = random_items(model.decoder.vocab_size, count, 0)
     plain = Job(model.decoder, NoDrafter(), items, new_tokens, 1, Sampling(), "coupled", None)
-    # By drafter and text, of each round.
-    wall: dict[str, list[list[float]]] = {kind: [[] for _ in range(2 * count)] for kind in ("", *kinds)}
-    processor: dict[str, list[list[float]]] = {kind: [[] for _ in range(2 * count)] for kind in ("", *kinds)}
+    # By drafter of first and of later texts: of each turn the seconds, and the processor's.
+    took: dict[str, tuple[list[Taken], list[Taken]]] = {kind: ([], []) for kind in ("", *kinds)}
     with TemporaryDirectory(prefix="specpress-heads-") as folder:
         small = load(draft, threads=threads) if "oracle" in kinds else None
         drafters: dict[str, Drafter] = {"": NoDrafter()}
         drafters |= {kind: drafter_of(kind, model, plain, Path(folder), small) for kind in kinds}
-        # In one cache: where a cache's memory lies makes some percent, too.
-        turns, cache = list(drafters.items()), model.decoder.new_cache()
+        cache = model.decoder.new_cache()
         for number in range(rounds + 1):
-            ways = {kind: Way(one, Controller() if kind else 0, cache) for kind, one in turns}
+            controllers = {kind: Controller() for kind in kinds}
             for text in range(2 * count):
-                for kind, drafter in turns if (number + text) % 2 else reversed(turns):
-                    began, item = time.process_time(), items[text % count]
-                    took = run_once(replace(plain, drafter=drafter), ways[kind], [item]).seconds
-                    if number:
-                        wall[kind][text].append(took)
-                        processor[kind][text].append(time.process_time() - began)
-    both = range(2 * count)
+                tokens = items[text % count].tokens
+                # Each begins first as often as last: where a cache's memory lies makes some percent, too.
+                order = list(drafters) if (number + text) % 2 else list(reversed(drafters))
+                engines: dict[str, tuple[Engine, Request]] = {}
+                for kind in order:
+                    engine = Engine(model.decoder, drafters[kind], controllers.get(kind, 0), plain.rule, cache)
+                    request = Request(0, list(tokens), len(tokens), plain.sampling, new_tokens)
+                    engine.add(request, Metrics())
+                    engines[kind] = engine, request
+                for kind, turns in _in_turns(engines).items() if number else ():
+                    took[kind][text >= count].extend(turns)
     return {
         kind: (
-            _over_plain(wall, kind, both[:count]),
-            _over_plain(wall, kind, both[count:]),
-            _over_plain(processor, kind, both),
+            _over(first, took[""][0], lambda one: one.seconds),
+            _over(after, took[""][1], lambda one: one.seconds),
+            _over(first + after, took[""][0] + took[""][1], lambda one: one.processor),
         )
-        for kind in kinds
+        for kind, (first, after) in took.items()
+        if kind
     }
 
 
-def _over_plain(took: dict[str, list[list[float]]], kind: str, texts: range) -> float:
-    """The mean over these texts of the middle ratio of a round."""
-    return fmean(median(a / b for a, b in zip(took[kind][text], took[""][text], strict=True)) for text in texts)
+def _in_turns(engines: "dict[str, tuple[Engine, Request]]") -> dict[str, list[Taken]]:
+    """What each turn took of each, while all write their texts."""
+    took: dict[str, list[Taken]] = {kind: [] for kind in engines}
+    order = list(engines)
+    while any(engine.busy for engine, _ in engines.values()):
+        for kind in order:
+            engine, request = engines[kind]
+            end = TURN * (1 + len(took[kind]))
+            began, spent = time.perf_counter(), time.process_time()
+            while engine.busy and len(request.new_tokens) < end:
+                engine.step()
+            took[kind].append(Taken(time.perf_counter() - began, time.process_time() - spent))
+        order.reverse()
+    return took
+
+
+def _over(turns: list[Taken], plain: list[Taken], of: "Callable[[Taken], float]") -> float:
+    """The geometric mean of what turns took over plain decoding's same ones, each within MOST."""
+    ratios = (of(one) / of(other) for one, other in zip(turns, plain, strict=True))
+    return geometric_mean(min(MOST, max(1 / MOST, ratio)) for ratio in ratios)
 
 
 @app.command()
