@@ -63,7 +63,7 @@ def _bytes_read(decoder: BaseDecoder, step: Callable[[], float]) -> int:
 
 
 def _bytes_of_states(decoder: BaseDecoder, left: int) -> int:
-    """Of layers that carry a state from row to row: what is read of it, and what rows write that leave `left` of them."""
+    """Of layers that carry a state from row to row: what is read of it, and what rows write that leave `left` of it."""
     return 4 * decoder.architecture.cache_shape.state * (1 + left)
 
 
