@@ -48,11 +48,18 @@ def warn_of_unread(where: str, noted: Noted, architecture: Architecture) -> None
 
     where  the checkpoint's name. Tensors outside the blocks, such as towers and draft heads, are not this decoder's.
     """
-    blocks = tuple(f"{architecture.names.block.format(number)}." for number in range(architecture.layers))
+    a, names = architecture, architecture.names
+    blocks = [f"{names.block.format(number)}." for number in range(a.layers)]
+    # Layers that read another's keys may come with the keys that they were to have.
+    shared = [
+        blocks[n] + part for n in range(a.layers) if a.source(n) != n for part in (*names.qkv[1:], names.key_norm)
+    ]
     left = [
         name
         for name in noted
-        if name.startswith(blocks) and name.endswith(_TRAINED) and not (name in noted.found or name.endswith(_BUFFERS))
+        if name.startswith(tuple(blocks))
+        and name.endswith(_TRAINED)
+        and not (name in noted.found or name.endswith(_BUFFERS) or name.startswith(tuple(shared)))
     ]
     if not left:
         return

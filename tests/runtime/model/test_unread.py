@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from runtime import load
+from runtime.model.base import BaseDecoder
 from tests.runtime.model.families import write
 
 Q_NORM = "model.layers.{}.self_attn.q_norm.weight"
@@ -47,4 +48,20 @@ def test_buffers_and_what_other_models_are_made_of_is_not(tmp_path: Path) -> Non
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        load(path, threads=1)
+
+
+def test_keys_of_a_layer_that_reads_anothers_are_not(tmp_path: Path) -> None:
+    path = write("gemma4_text", tmp_path / "model")
+    decoder = load(path, threads=1).decoder
+    assert isinstance(decoder, BaseDecoder)
+    a = decoder.architecture
+    last = a.layers - 1
+    assert a.source(last) != last and a.source(0) == 0
+    with_tensors(path, *(f"model.layers.{last}.self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(path, threads=1)
+    with_tensors(path, "model.layers.0.self_attn.extra.weight")
+    with pytest.warns(UserWarning, match=r"^model: model\.layers\.0\.self_attn\.extra\.weight: no layer"):
         load(path, threads=1)
