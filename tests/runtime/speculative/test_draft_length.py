@@ -169,7 +169,7 @@ def test_rounds_of_a_settled_choice_are_not_asked_for() -> None:
     while controller.resting(1):
         controller.rested(0.5)
         rests += 1
-    assert rests > 10 and controller.spent.seconds == before
+    assert rests > 15 and controller.spent.seconds == before
     controller.next_budget(1, 100)
     assert controller.spent.seconds == pytest.approx(before + 0.5 * rests)
     assert controller.rates(1, 0)[0] == pytest.approx(1 / 0.5, rel=0.1)
@@ -296,7 +296,10 @@ def test_of_a_look_the_rounds_before_and_after_it_are_asked_for_and_no_others(
         controller.observe(Round(1, gamma, drafts, 1 + gamma, seconds, flat(1 + gamma), unread if gamma else 0))
         asked.append(gamma)
     looks = "".join("x" if gamma else " " for gamma in asked).split()
-    assert len(looks) > 4 and set(looks) == {look} and asked.count(0) <= 2.2 * len(looks) + 8000 / 512
+    # Drafts that take ten times as long are looked at as much less often.
+    assert (
+        len(looks) > (4 if right else 12) and set(looks) == {look} and asked.count(0) <= 2.2 * len(looks) + 8000 / 512
+    )
 
 
 def test_a_look_that_found_nothing_is_repeated_a_few_times() -> None:
