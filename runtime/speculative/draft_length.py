@@ -256,14 +256,12 @@ class Controller:
             self._times.add_target(found.width, found.target_seconds)
         if self._look is not None:
             self._empty = self._empty + 1 if found.budget > 0 and not drafted else 0
-            right = sum(draft.accepted for draft in found.drafts)
-            # Where nothing was right it does not matter what the drafts alone would have taken.
-            if found.budget > 0 and ((found.unread and right) or 0 < self._empty <= _REPEATS):
+            if found.budget > 0 and (found.unread or 0 < self._empty <= _REPEATS):
                 self._next = DraftBudget(found.budget, len(found.drafts)), self._look
             elif changing:
                 self._next = DraftBudget(0, found.batch), self._look
             # Feeding a draft model what it has missed meanwhile is part of what a probe costs.
-            gained = found.batch + right
+            gained = found.batch + sum(draft.accepted for draft in found.drafts)
             # Not if the machine was elsewhere.
             usual = min(taken, SLOW * expected) if expected > 0 and not found.unread else taken
             lost = max(0.0, usual - gained / self._look.rate)

@@ -7,7 +7,7 @@ from runtime.speculative.measured import Round
 
 # What drafting where it does not look best may cost, as a share of all time, and not drafting where drafting does: a
 # machine that was slow while nothing was drafted makes drafting look good for as long as nobody looks again.
-PROBING = 0.003
+PROBING = 0.005
 CHECKING = 0.01  # times the square of what not drafting gains over what drafting does: the further, the less in doubt
 # What drafts somewhat longer or shorter than those that look best may cost, as a share of all time: that a second token
 # costs less than the first one did is only seen by drafting it; and before there is much time to take a share of, in

@@ -169,7 +169,7 @@ def test_rounds_of_a_settled_choice_are_not_asked_for() -> None:
     while controller.resting(1):
         controller.rested(0.5)
         rests += 1
-    assert rests > 15 and controller.spent.seconds == before
+    assert rests > 20 and controller.spent.seconds == before
     controller.next_budget(1, 100)
     assert controller.spent.seconds == pytest.approx(before + 0.5 * rests)
     assert controller.rates(1, 0)[0] == pytest.approx(1 / 0.5, rel=0.1)
@@ -274,32 +274,24 @@ def test_a_drafter_that_seldom_finds_anything_is_not_given_up_for_that(seed: int
     assert np.mean([gamma > 0 for gamma in chosen[200:]]) > 0.9
 
 
-@pytest.mark.parametrize(("right", "step", "look"), [(0, 0.2, "x"), (1, 2.0, "xx")])
-def test_of_a_look_the_rounds_before_and_after_it_are_asked_for_and_no_others(
-    right: int, step: float, look: str
-) -> None:
-    """Asking takes as long as a quarter of a small model's forward: none that a look cannot yet be afforded in.
-
-    A second draft shows what one takes that need not read what was missed, where the first one was right somewhere.
-    """
+def test_of_a_look_the_rounds_before_and_after_it_are_asked_for_and_no_others() -> None:
+    """Asking takes as long as a quarter of a small model's forward: none that a look cannot yet be afforded in."""
     controller = Controller()
-    simulate(controller, 1000, per_token(0.0), step, flat, noise=0.0)
+    simulate(controller, 1000, per_token(0.0), 0.2, flat, noise=0.0)
     asked = list[int]()
     for _ in range(8000):
         if controller.resting(1):
             controller.rested(1.0)
             continue
+        # After a rest it reads what it has missed, so that a second draft shows what one takes.
         unread = 0 if asked and asked[-1] else 9
         gamma, _ = controller.next_budget(1, 1000, unread=unread)
-        drafts = (Drafted(gamma, right),) if gamma else ()
-        seconds = step * gamma + 0.3 * (gamma > 0 and unread > 0)
+        drafts = (Drafted(gamma, 0),) if gamma else ()
+        seconds = 0.2 * gamma + 0.3 * (gamma > 0 and unread > 0)
         controller.observe(Round(1, gamma, drafts, 1 + gamma, seconds, flat(1 + gamma), unread if gamma else 0))
         asked.append(gamma)
     looks = "".join("x" if gamma else " " for gamma in asked).split()
-    # Drafts that take ten times as long are looked at as much less often.
-    assert (
-        len(looks) > (4 if right else 12) and set(looks) == {look} and asked.count(0) <= 2.2 * len(looks) + 8000 / 512
-    )
+    assert len(looks) > 12 and set(looks) == {"xx"} and asked.count(0) <= 2.2 * len(looks)
 
 
 def test_a_look_that_found_nothing_is_repeated_a_few_times() -> None:
