@@ -144,7 +144,7 @@ def acceptance_by_position(report: Report) -> "Figure | None":
             axes.text(place, 100 * share / 2, f"{100 * share:.0f}", ha="center", va="center", color="white")
         axes.set_xticks(places)
     axes.set_xlim(0.4, len(places) + 0.6)
-    axes.set_ylim(0, max(100 * max(survival) * 1.08, 10))
+    axes.set_ylim(0, max(108 * max(*survival, p or 0.0), 10))
     axes.grid(axis="y")
     axes.set_xlabel("position in the draft")
     axes.set_ylabel("accepted (%)")

@@ -281,6 +281,16 @@ def test_plots_are_the_same_bytes_for_the_same_figures(report: dict[str, Any]) -
     assert svg.count("<svg") == 1 and "<image" not in svg and "<script" not in svg
 
 
+def test_no_point_of_the_fitted_acceptance_is_cut_off(report: dict[str, Any]) -> None:
+    report["speed"] |= {"accepted_by_position": [0.7, 0.6, 0.5], "per_token_acceptance": 0.9}
+    figure = plots.acceptance_by_position(Report.model_validate(report))
+    assert figure is not None
+    [axes], (low, high) = figure.axes, figure.axes[0].get_ylim()
+    [fitted] = axes.lines
+    assert [round(float(y), 6) for y in fitted.get_ydata()] == [90.0, 81.0, 72.9]
+    assert low == 0 and high > 95
+
+
 def test_plots_without_interval_and_with_one_layer(report: dict[str, Any]) -> None:
     report["quality"]["perplexity"]["ci95"] = None
     report["not_measured"] |= dict.fromkeys(("quality.perplexity.ci95", "size.draft_bytes"), "not here")
