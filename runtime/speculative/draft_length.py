@@ -14,7 +14,7 @@ from runtime.speculative.measured import NOTHING_KNOWN, Gains, Prior, Round, Tim
 from runtime.speculative.opening import Opening
 from runtime.speculative.parts import Parts
 from runtime.speculative.settled import TOGETHER, DraftBudget, Look, Settled, beside, longer_than, surprising
-from runtime.speculative.spending import SLOW, Spending, lost_in_trying, rounds_until, worth
+from runtime.speculative.spending import SLOW, Spending, lost_in_trying, worth
 
 LONGEST = 16
 # How often longer drafts are looked at before a choice holds for long. Shorter ones are, where it holds for so long.
@@ -317,7 +317,7 @@ class Controller:
             seconds = gained / alone[budget] + unread * self._reading + self.spent.asking
         lost = max(0.0, seconds - gained / rate)
         if best == 0:
-            self._unaffordable = rounds_until(lost - left, plain)
+            self._unaffordable = self.spent.rounds_until(lost, plain)
         return choice if lost <= left and not done else None
 
     def _near(self, batch: int, best: int, rates: Sequence[float]) -> DraftBudget | None:

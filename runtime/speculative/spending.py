@@ -13,9 +13,11 @@ CHECKING = 0.01  # times the square of what not drafting gains over what draftin
 # costs less than the first one did is only seen by drafting it; and before there is much time to take a share of, in
 # rounds without drafts.
 _NEAR, _NEAR_CREDIT = 0.0025, 2.0
-# What trying a drafter out may cost before there is much time: a share of the first text's time without drafts, but
-# neither less nor more than so many rounds of it.
+# What trying a drafter out may cost beside that: a share of the time of the first rounds, of the first text's in
+# advance, but then neither less nor more than so many rounds without drafts. A drafter whose first drafts were wrong by
+# chance would otherwise rest for hundreds of rounds between two more.
 TRYING, LEAST_CREDIT, CREDIT = 0.0125, 0.75, 4.0
+TRIED = 800
 # How much a round counts in what choosing γ takes.
 _ASKING = 0.1
 # A round that takes more than so many times as long as it should was one in which the machine was elsewhere.
@@ -52,7 +54,24 @@ class Spending:
 
     def left_for_drafts(self, plain: float) -> float:
         """What trying out, and drafts where none are made, may still cost."""
-        return PROBING * self.seconds + self.credit * plain - self.probing
+        return PROBING * self.seconds + max(self.credit * plain, self._first(plain)) - self.probing
+
+    def _first(self, plain: float) -> float:
+        """The share of the first rounds' time, as far as it has passed."""
+        return TRYING * min(self.seconds, TRIED * plain)
+
+    def rounds_until(self, lost: float, plain: float) -> int:
+        """Rounds without drafts until drafts that lose so many seconds can be afforded."""
+        if plain <= 0:
+            return 0
+        seconds = self.probing + lost
+        # The credit and the share of the first rounds are not added: whichever is more counts.
+        later = (seconds - max(self.credit, TRYING * TRIED) * plain) / PROBING - self.seconds
+        if (ends := TRIED * plain - self.seconds) > 0:
+            by_credit = (seconds - self.credit * plain) / PROBING - self.seconds
+            by_share = seconds / (PROBING + TRYING) - self.seconds
+            later = min(by_credit, by_share if by_share <= ends else later)
+        return max(0, math.ceil(later / plain))
 
     def left_for_none(self, gain: float) -> float:
         """What not drafting may still cost, which gains so many times what drafting does."""
@@ -80,8 +99,3 @@ def lost_in_trying(found: Round, plain: float, most: float, reads: bool) -> floa
     drafting = 0.0 if reads else min(found.draft_seconds, SLOW * plain)
     gained = sum(draft.accepted for draft in found.drafts) / found.batch
     return max(0.0, forward + drafting + found.asking - (1 + gained) * plain)
-
-
-def rounds_until(lacking: float, plain: float) -> int:
-    """Rounds without drafts until what drafts may cost has grown by so many seconds; 0: they can be afforded."""
-    return max(0, math.ceil(lacking / (PROBING * plain))) if plain > 0 else 0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from runtime.speculative.draft_length import LONGEST, MARGIN, Controller
 from runtime.speculative.measured import Drafted, Round
 from runtime.speculative.settled import DraftBudget
-from runtime.speculative.spending import CHECKING, CREDIT, PROBING
+from runtime.speculative.spending import CHECKING, CREDIT, PROBING, TRIED, TRYING
 from tests.runtime.speculative.simulation import expected, flat, linear, mixture, per_token, simulate
 
 
@@ -42,7 +42,9 @@ def test_a_useless_drafter_costs_nothing(batch: int, forward: Callable[[int], fl
     assert found > 0.975 * expected(0, 0, 0.3, forward, batch)
     # It keeps trying, as often as it may.
     assert sum(gamma > 0 for gamma in chosen[100:]) > 5
-    assert controller.spent.probing < PROBING * controller.spent.seconds + CREDIT * forward(batch)
+    # Half a round more, as the last look may lose more than was expected.
+    most = PROBING * controller.spent.seconds + (max(CREDIT, TRYING * TRIED) + 0.5) * forward(batch)
+    assert controller.spent.probing < most
     assert PROBING < 0.02
 
 
