@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from runtime.speculative.measured import NOTHING_KNOWN, Gains, Prior, Round, Times, round_rates
+from runtime.speculative.measured import NOTHING_KNOWN, Gains, Prior, Round, Times, rates_of_one, round_rates
 from runtime.speculative.opening import Opening
 from runtime.speculative.parts import Parts
 from runtime.speculative.settled import TOGETHER, DraftBudget, Look, Settled, beside, longer_than, surprising
@@ -30,6 +30,9 @@ MARGIN = 1.15
 _HOPE, _HOPEFUL = 0.04, 24
 # Of a rest's rounds so many last ones tell what not drafting takes.
 _RESTED = 9
+# Where none are made and drafts come so near to not drafting, the longest are looked at that come so near to the best
+# of them: only they show what a second token brings and costs, which may be little beside what drafting costs at all.
+_TELLING = 0.8
 # A look that found nothing to draft is repeated so often: it has cost nothing, and told nothing of what drafts bring.
 _REPEATS = 8
 # A choice holds for so many rounds at first, and twice as long each time that it is made again: choosing takes as long
@@ -305,13 +308,10 @@ class Controller:
         if best > 0:
             choice, gained, seconds = DraftBudget(0, batch), float(batch), plain
         else:
-            most = len(rates) - 1
-            tokens, lengths = self._gains.tokens(most), self._gains.lengths(most)
-            alone = [
-                (batch + tokens[n]) / (self._times.target(batch + lengths[n]) + self._times.drafting(1, n))
-                for n in range(most + 1)
-            ]
-            budget = max(range(1, most + 1), key=alone.__getitem__)
+            tokens, alone = self._gains.tokens(len(rates) - 1), rates_of_one(self._times, self._gains, batch, rates)
+            budget = max(range(1, len(alone)), key=alone.__getitem__)
+            if self._opening.right and alone[budget] >= _TELLING * alone[0]:
+                budget = max(n for n, one in enumerate(alone) if n > 0 and one >= _TELLING * alone[budget])
             choice, gained = DraftBudget(budget, 1), batch + tokens[budget]
             unread = self._missed if done else unread  # after the rest it will have missed some again
             seconds = gained / alone[budget] + unread * self._reading + self.spent.asking

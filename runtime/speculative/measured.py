@@ -289,3 +289,10 @@ def round_rates(times: Times, gains: Gains, batch: int, most: int) -> list[float
         else batch * (1 + gained) / max(targets[budget] + drafting[budget], 1e-9)
         for budget, gained in enumerate(tokens)
     ]
+
+
+def rates_of_one(times: Times, gains: Gains, batch: int, rates: Sequence[float]) -> list[float]:
+    """The same where one of `batch` requests drafts, for as many γ as there are rates of drafts for all."""
+    most = len(rates) - 1
+    tokens, lengths = gains.tokens(most), gains.lengths(most)
+    return [(batch + tokens[n]) / (times.target(batch + lengths[n]) + times.drafting(1, n)) for n in range(most + 1)]

@@ -26,7 +26,7 @@ class Opening:
 
     going     whether they go on.
     plain     rounds without a draft that they begin with.
-    accepted  whether any drafted token ever was.
+    accepted  whether any drafted token ever was; right: whether that was here, not elsewhere.
     drafts    rounds in which tokens were drafted; rounds: all.
     longest   γ of the longest draft.
     """
@@ -37,6 +37,7 @@ class Opening:
     drafts: int = 0
     rounds: int = 0
     longest: int = 0
+    right: bool = False
 
     @staticmethod
     def of(known: bool, widths: bool) -> "Opening":
@@ -48,7 +49,8 @@ class Opening:
         self.rounds += rounds
         self.longest = max(self.longest, budget)
         self.drafts += min(rounds, sum([draft.drafted > 0 for draft in drafts]))
-        self.accepted = self.accepted or any(draft.accepted for draft in drafts)
+        self.right = self.right or any(draft.accepted for draft in drafts)
+        self.accepted = self.accepted or self.right
 
     @property
     def longer(self) -> int:
