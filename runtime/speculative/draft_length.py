@@ -311,7 +311,8 @@ class Controller:
             tokens, alone = self._gains.tokens(len(rates) - 1), rates_of_one(self._times, self._gains, batch, rates)
             budget = max(range(1, len(alone)), key=alone.__getitem__)
             if self._opening.right and alone[budget] >= _TELLING * alone[0]:
-                budget = max(n for n, one in enumerate(alone) if n > 0 and one >= _TELLING * alone[budget])
+                near = [n for n in range(budget, len(alone)) if rates[n] > 0 and alone[n] >= _TELLING * alone[budget]]
+                budget = max(near, default=budget)
             choice, gained = DraftBudget(budget, 1), batch + tokens[budget]
             unread = self._missed if done else unread  # after the rest it will have missed some again
             seconds = gained / alone[budget] + unread * self._reading + self.spent.asking
