@@ -30,8 +30,8 @@ MARGIN = 1.15
 _HOPE, _HOPEFUL = 0.04, 24
 # Of a rest's rounds so many last ones tell what not drafting takes.
 _RESTED = 9
-# Where none are made and drafts come so near to not drafting, the longest are looked at that come so near to the best
-# of them: only they show what a second token brings and costs, which may be little beside what drafting costs at all.
+# Where none are made, but would gain this share of what not drafting does, the longest drafts are looked at that gain
+# this share of the best: only they show what a second token brings and costs, which may be little beside the first's.
 _TELLING = 0.8
 # A look that found nothing to draft is repeated so often: it has cost nothing, and told nothing of what drafts bring.
 _REPEATS = 8
