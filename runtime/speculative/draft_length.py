@@ -308,10 +308,11 @@ class Controller:
         if best > 0:
             choice, gained, seconds = DraftBudget(0, batch), float(batch), plain
         else:
-            tokens, alone = self._gains.tokens(len(rates) - 1), rates_of_one(self._times, self._gains, batch, rates)
-            budget = max(range(1, len(alone)), key=alone.__getitem__)
+            most = len(rates) - 1
+            tokens, alone = self._gains.tokens(most), rates_of_one(self._times, self._gains, batch, most)
+            budget = max(range(1, most + 1), key=alone.__getitem__)
             if self._opening.right and alone[budget] >= _TELLING * alone[0]:
-                near = [n for n in range(budget, len(alone)) if rates[n] > 0 and alone[n] >= _TELLING * alone[budget]]
+                near = [n for n in range(budget, most + 1) if rates[n] > 0 and alone[n] >= _TELLING * alone[budget]]
                 budget = max(near, default=budget)
             choice, gained = DraftBudget(budget, 1), batch + tokens[budget]
             unread = self._missed if done else unread  # after the rest it will have missed some again

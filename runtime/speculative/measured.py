@@ -291,8 +291,7 @@ def round_rates(times: Times, gains: Gains, batch: int, most: int) -> list[float
     ]
 
 
-def rates_of_one(times: Times, gains: Gains, batch: int, rates: Sequence[float]) -> list[float]:
-    """The same where one of `batch` requests drafts, for as many γ as there are rates of drafts for all."""
-    most = len(rates) - 1
+def rates_of_one(times: Times, gains: Gains, batch: int, most: int) -> list[float]:
+    """Tokens per second of a round of `batch` requests of which one drafts at most 0, 1, … `most` tokens."""
     tokens, lengths = gains.tokens(most), gains.lengths(most)
     return [(batch + tokens[n]) / (times.target(batch + lengths[n]) + times.drafting(1, n)) for n in range(most + 1)]
