@@ -1,6 +1,5 @@
 """From a checkpoint to a decoder: its weights packed for the kernels that run, block by block."""
 
-from dataclasses import replace
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,6 @@ from runtime.model.planes import has_planes
 from runtime.model.rotary import RotaryTables
 from runtime.model.state_layers import DeltaRule, ShortConvolution
 from runtime.model.tensor_reader import TensorReader
-from runtime.model.unread import Noted, warn_of_unread
 
 if TYPE_CHECKING:
     from runtime.model.base import BaseDecoder
@@ -45,8 +43,6 @@ def build(
     a, backend = architecture, kernel.backend
     if planes and not (backend.has_planes and kernel.exact):
         raise UserError(f"planes need Specpress' own kernels, found {kernel.name!r}; use kernels='auto' or 'reference'")
-    noted = None if checkpoint.path.is_file() else Noted(checkpoint.shards)
-    checkpoint = checkpoint if noted is None else replace(checkpoint, shards=noted)
     kv = scheme.read(checkpoint, a, device)
     reader = TensorReader(checkpoint, kernel, device, planes, a)
     shape = (a.vocab, a.hidden)
@@ -68,8 +64,6 @@ def build(
             " compress it to int8, or choose another drafter than nested"
         )
     require_used(kernel, parts)
-    if noted is not None:
-        warn_of_unread(checkpoint.path.name, noted, a)
     decoder: BaseDecoder = resolve_name(backend.decoder)(a, config, parts, kernel, kv)
     return decoder
 

@@ -26,6 +26,7 @@ from runtime.model.build import build
 from runtime.model.onnx import graph
 from runtime.model.rotary import STATIC_TYPES, for_context, rope_types
 from runtime.model.triton.cache import free_bytes, needed, require_room
+from runtime.model.unread import Noted, warn_of_unread
 from runtime.sampling.detokenize import read_tokenizer
 
 if TYPE_CHECKING:
@@ -161,7 +162,11 @@ def load(
         require_room(checkpoint.path.name, needed(architecture, size), free_bytes(where))
     with explaining():
         settled, positions = for_context(language_model(config), context)
-        made = build(checkpoint, architecture, settled, kernel, where, planes)
+        noted = None if checkpoint.path.is_file() else Noted(checkpoint.shards)
+        read_from = checkpoint if noted is None else replace(checkpoint, shards=noted)
+        made = build(read_from, architecture, settled, kernel, where, planes)
+    if noted is not None:
+        warn_of_unread(checkpoint.path.name, noted, architecture)
     if positions is not None:
         made.beyond = " It rotates longer texts otherwise (LongRoPE): load it with --context for those."
     return Model(made, checkpoint.path, config)
