@@ -1,7 +1,6 @@
 """How many tokens to draft, if any: what was measured, and the usual bands beside it. Pure functions."""
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 
 from compress.report.schema_speed import Advice, Pairing
 from runtime.engine.metrics import predicted_speedup
@@ -28,19 +27,12 @@ def fit_acceptance(survival: Sequence[float]) -> float:
     """
     if not survival:
         raise ValueError("no drafted position to fit")
-    known = _falling(survival)
-    return sum(known) / sum([1.0, *known[:-1]])
-
-
-def _falling(survival: Sequence[float]) -> list[float]:
-    """The same shares, none above the one before it: the drafts at a text's end are shorter, so the measured ones,
-    each over the drafts that reached it, can rise by chance."""
-    return list(accumulate(survival, min))
+    return sum(survival) / sum([1.0, *survival[:-1]])
 
 
 def tokens_per_round(survival: Sequence[float], draft_length: int) -> float:
     """τ at another draft length: 1 + Σ survival, continued beyond what was measured by the fitted p."""
-    known = _falling(survival[:draft_length])
+    known = list(survival[:draft_length])
     p = fit_acceptance(survival) if survival else 0.0
     while len(known) < draft_length:
         known.append((known[-1] if known else 1.0) * p)

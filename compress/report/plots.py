@@ -126,10 +126,7 @@ def paces(speed: Speed, speculative: str, digits: int) -> list[Bar]:
 
 
 def acceptance_by_position(report: Report) -> "Figure | None":
-    """Share accepted of the tokens drafted at each position, and what one fitted probability would give.
-
-    Where γ is chosen only some drafts are long, mostly those that go well: shares may then rise.
-    """
+    """Share of drafts that are accepted up to each position, and what one fitted probability would give."""
     survival = report.speed.accepted_by_position
     if not survival:
         return None
@@ -150,7 +147,7 @@ def acceptance_by_position(report: Report) -> "Figure | None":
     axes.set_ylim(0, max(108 * max(*survival, p or 0.0), 10))
     axes.grid(axis="y")
     axes.set_xlabel("position in the draft")
-    axes.set_ylabel("accepted of drafted (%)")
+    axes.set_ylabel("accepted up to it (%)")
     return figure
 
 

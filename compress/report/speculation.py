@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress.report.advice import advise, fit_acceptance, iid_speedup, settled
+from compress.report.advice import advise, iid_speedup, settled
 from compress.report.pairing import ORIGINAL, Contest, Costs, is_tree
 from compress.report.schema_speed import PLAIN, Advice, Group, Speculation, Speedup, WidthCost
 from compress.report.timing import Timed, repeated_share
@@ -110,7 +110,8 @@ def speculation(
         length = draft_length(contest, fixed) if contest.winner != PLAIN else 0
         advice = settled(row, length or 0, fixed is None)
         if not tree and c is not None and v is not None:
-            p = fit_acceptance(survival)
+            p = counts.per_token_acceptance
+            assert p is not None
             expected = iid_speedup(p, gamma, c, v)
             if fixed is not None:
                 advice = _by_costs(advise(alpha, survival, c, costs.widths), advice, fixed)

@@ -5,11 +5,12 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from operator import mul
 from typing import Any, NamedTuple
 
 import numpy as np
 
-_HISTOGRAMS = ("drafted_at", "accepted_at", "draft_lengths")
+_HISTOGRAMS = ("drafted_at", "accepted_at", "rejected_at", "draft_lengths")
 
 
 @dataclass
@@ -18,6 +19,7 @@ class Metrics:
 
     rounds, gained   rounds of drafting and verifying, and the tokens that came from them.
     drafted_at, accepted_at  drafted and accepted tokens by depth in the draft (0: right after the text).
+    rejected_at      drafts by the depth at which no token was accepted, as far as they had one there.
     draft_lengths    rounds by the number of tokens that they drafted (0 tokens first): the γ that were chosen.
     target_forwards, target_rows  per request: forwards of the target after the prompt that it took part in, and its
                      rows in them.
@@ -42,6 +44,7 @@ class Metrics:
     gained: int = 0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
+    rejected_at: list[int] = field(default_factory=list)
     draft_lengths: list[int] = field(default_factory=list)
     target_forwards: int = 0
     target_rows: int = 0
@@ -81,8 +84,23 @@ class Metrics:
 
     @property
     def accepted_by_position(self) -> list[float]:
-        """Share accepted of the tokens drafted at each depth."""
-        return [hit / tried if tried else 0.0 for hit, tried in zip(self.accepted_at, self.drafted_at, strict=True)]
+        """Share of drafts that are accepted up to each depth, or further, were all of them that long.
+
+        Drafts are of different lengths, and long ones are those that go well: so each depth counts as the share of
+        those that came to be judged there, and the shares are multiplied (Kaplan and Meier's estimate of survival).
+        """
+        shares = [
+            hit / (hit + missed) if hit else 0.0
+            for hit, missed in itertools.zip_longest(self.accepted_at, self.rejected_at, fillvalue=0)
+        ]
+        return list(itertools.accumulate(shares, mul))
+
+    @property
+    def per_token_acceptance(self) -> float | None:
+        """p: of drafted tokens that followed accepted ones, and so came to be judged, the share accepted; None without
+        any. What explains the counts best, were each token accepted independently."""
+        judged = self.accepted + sum(self.rejected_at)
+        return self.accepted / judged if judged else None
 
     @property
     def tokens_per_round(self) -> float | None:
@@ -139,8 +157,11 @@ class Metrics:
         tokens = self.drafted - self.first_drafted
         return (self.draft_seconds - self.first_seconds) / tokens / step_seconds if tokens else None
 
-    def count_draft(self, depths: list[int], accepted: list[int]) -> None:
-        """Records one draft: the depth of each drafted and of each accepted token."""
+    def count_draft(self, depths: list[int], accepted: list[int], judged: bool = True) -> None:
+        """Records one draft: the depth of each drafted and of each accepted token.
+
+        judged  whether what follows the accepted ones was not accepted; otherwise the text ended with them.
+        """
         if not depths and self.draft_lengths:
             self.draft_lengths[0] += 1
             return
@@ -149,6 +170,8 @@ class Metrics:
         _count(self.accepted_at, accepted)
         if (lacking := len(self.drafted_at) - len(self.accepted_at)) > 0:
             self.accepted_at += [0] * lacking
+        if judged and len(accepted) <= max(depths, default=-1):
+            _count(self.rejected_at, (len(accepted),))
 
     def report(self) -> dict[str, Any]:
         """The keys of report.json's `speed` entries that one run gives; times in milliseconds."""

@@ -325,14 +325,15 @@ def account(part: ScheduledRequest, draft: Draft, outcome: Outcome | None, share
     if not metrics.first_drafted:
         metrics.first_seconds += drafting
         metrics.first_drafted = len(draft.tokens)
-    metrics.count_draft(draft.depths, [draft.depths[i] for i in outcome.path])
+    gained = len(outcome.request.tokens) - part.end
+    metrics.count_draft(draft.depths, [draft.depths[i] for i in outcome.path], gained > outcome.length)
     if part.budget > 0 and part.state.forced:
         metrics.forced += len(draft.tokens)
         metrics.forced_accepted += outcome.length
         whole = outcome.length == len(draft.tokens)
         part.state.forcing = min(2 * part.state.forcing, LONGEST) if whole else max(1, outcome.length)
     metrics.rounds += 1
-    metrics.gained += len(outcome.request.tokens) - part.end
+    metrics.gained += gained
     metrics.target_forwards += 1
     metrics.target_rows += rows
     metrics.draft_seconds += drafting

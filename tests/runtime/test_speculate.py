@@ -174,7 +174,12 @@ def test_metrics_add_up(fake: Fake) -> None:
     assert len(metrics.drafted_at) == len(metrics.accepted_at) == 4
     assert sum(metrics.draft_lengths) == metrics.rounds and metrics.draft_lengths[4] > 1
     assert metrics.kv_bytes == 8 * (metrics.prompt_tokens + metrics.new_tokens)
-    assert metrics.accepted_by_position == pytest.approx(np.divide(metrics.accepted_at, metrics.drafted_at).tolist())
+    judged = np.add(metrics.accepted_at, metrics.rejected_at)
+    assert metrics.accepted_by_position == pytest.approx(np.cumprod(metrics.accepted_at / judged).tolist())
+    # Only texts' last drafts were shorter.
+    drafted = np.divide(metrics.accepted_at, metrics.drafted_at).tolist()
+    assert metrics.accepted_by_position == pytest.approx(drafted, abs=0.02)
+    assert judged[0] == metrics.drafted_at[0] and judged[1] <= metrics.accepted_at[0]
     assert metrics.seconds >= metrics.draft_seconds + metrics.target_seconds + metrics.prompt_seconds > 0
     assert all(times == sorted(times) and len(times) == 31 for times in metrics.arrivals)
     assert set(metrics.report()) == {"tokens_per_second", "ttft_ms", "itl_ms", "latency_ms", "mean_width"}

@@ -115,9 +115,3 @@ def test_no_positions_cannot_be_fitted() -> None:
     with pytest.raises(ValueError, match="no drafted position"):
         fit_acceptance([])
     assert math.isclose(tokens_per_round([], 3), 1.0)
-
-
-def test_shares_that_rise_by_chance_are_taken_as_level() -> None:
-    assert fit_acceptance([0.8, 0.9]) == fit_acceptance([0.8, 0.8])
-    assert tokens_per_round([0.8, 0.9], 2) == pytest.approx(2.6)
-    assert fit_acceptance([0.8, 0.9]) <= 1.0

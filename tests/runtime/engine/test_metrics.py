@@ -1,5 +1,7 @@
 """Figures from counts: histograms, percentiles, predictions, and the table of them."""
 
+import random
+
 import pytest
 
 from runtime.engine.metrics import Metrics, predicted_speedup, total
@@ -60,3 +62,39 @@ def test_a_summary_names_every_figure() -> None:
     assert found["draft and target time"] == "0.08 s and 0.30 s" and found["mean target width"] == "2.33"
     empty = dict(Metrics().summary())
     assert empty.keys() == found.keys() and empty["τ tokens a round"] == "-" and empty["first token"] == "-"
+
+
+def paced(rates: list[float], drafts: int) -> Metrics:
+    """Drafts twice as long after one that was accepted whole, as copies are; each rate is that of 20 drafts."""
+    drawn, metrics, length = random.Random(3), Metrics(), 2
+    for number in range(drafts):
+        rate = rates[number // 20 % len(rates)]
+        right = [drawn.random() < rate for _ in range(length)]
+        accepted = right.index(False) if False in right else length
+        metrics.count_draft([*range(length)], [*range(accepted)])
+        length = min(2 * length, 8) if accepted == length else accepted + 1
+    return metrics
+
+
+def test_acceptance_by_position_is_that_of_drafts_of_one_length() -> None:
+    alike = paced([0.7], 20_000)
+    assert alike.per_token_acceptance == pytest.approx(0.7, abs=0.01)
+    assert alike.accepted_by_position == pytest.approx([0.7**i for i in range(1, 9)], abs=0.02)
+    # Where copies go well for stretches, long drafts are those of such stretches: of what was drafted more is right.
+    stretches = paced([0.95, 0.3], 20_000)
+    drafted = [hit / tried for hit, tried in zip(stretches.accepted_at, stretches.drafted_at, strict=True)]
+    assert drafted[2] > drafted[1] > drafted[0] + 0.03
+    found = stretches.accepted_by_position
+    assert found == sorted(found, reverse=True) and found[0] == pytest.approx(drafted[0])
+
+
+def test_what_a_text_ended_before_was_not_rejected() -> None:
+    cut, missed, whole = Metrics(), Metrics(), Metrics()
+    cut.count_draft([0, 1, 2], [0], judged=False)
+    missed.count_draft([0, 1, 2], [0])
+    whole.count_draft([0, 1], [0, 1])
+    assert (cut.rejected_at, missed.rejected_at, whole.rejected_at) == ([], [0, 1], [])
+    assert missed.accepted_by_position == [1.0, 0.0, 0.0] and missed.per_token_acceptance == 0.5
+    assert total([whole, missed]).accepted_by_position == pytest.approx([1.0, 0.5, 0.0])
+    assert total([whole, missed]).per_token_acceptance == pytest.approx(3 / 4)
+    assert Metrics().per_token_acceptance is None and Metrics().accepted_by_position == []
