@@ -4,11 +4,12 @@
     python examples/drafter_by_text.py --target runs/int8/model --draft org/smaller --rounds 9
 
 The kinds: code that repeats what stands above it, new code, prose (comments), and code at temperature 1; all begun with
-pieces of Python's own library. All ways of drafting take turns, text by text, so that a machine which changes its pace
-changes all, and of each text the middle round counts. "Whole": the kinds one after the other, as a server gets them.
+pieces of Python's own library. A text is decoded in all ways at once, in one cache: each round is had by whoever has
+come the least far, so that a machine which changes its pace from second to second changes all alike, and their weights
+and keys lie where the others' do. "Whole": the kinds one after the other, as a server gets them.
 
-Each trial is a process of its own, and the median one counts: it is luck what a drafter seemed to be worth at first,
-and the same code on the same texts is some percent faster in one process than in the next, by where its memory lies.
+Each trial is a process of its own, and the median one counts: it is luck what a drafter seemed to be worth at first.
+All rounds of a trial count alike, for looking at other drafters costs a little now and then, which no median would see.
 """
 
 import json
@@ -16,14 +17,23 @@ import random
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from runtime.cli import without_traceback
+
+if TYPE_CHECKING:
+    from runtime.model.load import Model
+    from runtime.sampling.params import Sampling
+    from runtime.speculative.draft import Drafter
+    from runtime.speculative.draft_length import Controller
+
+    Way = tuple[Drafter, Controller]
 
 PAIR = Path(__file__).parent / "pair"
 KINDS = ("repeating", "code", "prose", "sampled")
@@ -58,13 +68,32 @@ def prompts(count: int, seed: int) -> dict[str, list[str]]:
     return found
 
 
+def side_by_side(
+    model: "Model", ways: dict[str, "Way"], text: list[int], sampling: "Sampling", new_tokens: int
+) -> tuple[dict[str, float], dict[str, list[int]]]:
+    """A text decoded in all ways at once, each round by whoever is the furthest behind: seconds and tokens by way."""
+    from runtime.engine.engine import Engine
+    from runtime.engine.metrics import Metrics
+    from runtime.speculative.draft import Request
+
+    cache, engines, requests = model.decoder.new_cache(), {}, {}
+    for name, (drafter, controller) in ways.items():
+        engines[name] = Engine(model.decoder, drafter, controller, "coupled", cache, max_batch=1)
+        requests[name] = Request(0, list(text), len(text), sampling, new_tokens)
+        engines[name].add(requests[name], Metrics())
+    seconds = dict.fromkeys(ways, 0.0)
+    while busy := [name for name in ways if engines[name].busy]:
+        behind = min(busy, key=lambda name: len(requests[name].tokens))
+        began = time.perf_counter()
+        engines[behind].step()
+        seconds[behind] += time.perf_counter() - began
+    return seconds, {name: request.new_tokens for name, request in requests.items()}
+
+
 def measured(
     target: str, draft: str, names: list[str], count: int, new_tokens: int, rounds: int, seed: int, threads: int | None
 ) -> tuple[Seconds, int]:
     """The seconds of a trial, and how many texts differ from plain decoding's."""
-    from dataclasses import replace
-
-    from runtime.bench.speculate import Item, Job, Way, run_once
     from runtime.model.load import load
     from runtime.sampling.params import Sampling
     from runtime.speculative.draft import NoDrafter
@@ -72,26 +101,21 @@ def measured(
     from runtime.speculative.drafters.by_name import make
 
     model, small = load(target, threads=threads), load(draft, threads=threads)
-    begun = prompts(count, seed)
-    items = {k: [Item(model.tokenizer.encode(text)[-200:], k) for text in texts] for k, texts in begun.items()}
-    job = Job(model.decoder, NoDrafter(), (), new_tokens, 1, Sampling(), "coupled", None)
-    ways = {
-        name: Way(NoDrafter() if name == "none" else make(model, name, small), Controller(), model.decoder.new_cache())
-        for name in names
+    texts = {
+        kind: [model.tokenizer.encode(text)[-200:] for text in some] for kind, some in prompts(count, seed).items()
     }
+    ways = {name: (NoDrafter() if name == "none" else make(model, name, small), Controller()) for name in names}
     seconds: Seconds = {kind: {name: [[] for _ in range(count)] for name in names} for kind in KINDS}
     differ = 0
     for number in range(rounds + 1):
         for kind in KINDS:
-            own = replace(job, sampling=Sampling(temperature=1.0, seed=seed) if kind == "sampled" else Sampling())
-            for text, item in enumerate(items[kind]):
-                turns = {
-                    name: run_once(own, way, [item])
-                    for name, way in (ways.items() if (number + text) % 2 else reversed(ways.items()))
-                }
-                differ += sum(one.tokens != turns["none"].tokens for one in turns.values())
-                for name, one in turns.items() if number else ():
-                    seconds[kind][name][text].append(one.seconds)
+            sampling = Sampling(temperature=1.0, seed=seed) if kind == "sampled" else Sampling()
+            for place, text in enumerate(texts[kind]):
+                turns = ways if (number + place) % 2 else dict(reversed(ways.items()))
+                took, tokens = side_by_side(model, turns, text, sampling, new_tokens)
+                differ += sum(one != tokens["none"] for one in tokens.values())
+                for name, each in took.items() if number else ():
+                    seconds[kind][name][place].append(each)
     return seconds, differ
 
 
@@ -154,13 +178,8 @@ def main(
 
 
 def _over_plain(seconds: Seconds, kinds: Iterable[str], name: str) -> float:
-    """How many times as fast a drafter was in a trial as plain decoding, over all texts of these kinds: of each text
-    by the middle one of its rounds' ratios."""
-    plain = own = 0.0
-    for kind in kinds:
-        for text, others in zip(seconds[kind]["none"], seconds[kind][name], strict=True):
-            plain += median(text)
-            own += median(text) * median(b / a for a, b in zip(text, others, strict=True))
+    """How many times as fast a drafter was in a trial as plain decoding, over all texts of these kinds."""
+    plain, own = (sum(sum(map(sum, seconds[kind][one])) for kind in kinds) for one in ("none", name))
     return plain / own
 
 
