@@ -12,7 +12,8 @@ config.json says it twice. Ours, whatever the weights' format:
 The tensors have a file of their own in a folder of their own: beside the weights transformers would report them as
 unexpected, and engines that read every *.safetensors of a directory would refuse them.
 
-And compressed-tensors', where the weights are its or plain and all layers have keys of one shape:
+And compressed-tensors', where the weights are its or plain and all layers have keys of one shape (plain experts aside,
+which transformers takes for packed ones as soon as there is a configuration, and then does not load):
 `quantization_config.kv_cache_scheme`, whose `self_attn.k_scale` and `v_scale` (kv_heads, 1, 1) lie among the weights.
 These scales are static and always for 8 bits: 4 static bits a head cost the embedded pair 3 % of perplexity (in
 transformers), where 8 cost 0.05 %.
@@ -58,13 +59,22 @@ def scale_name(layer: int, part: str) -> str:
 def holds_scales(config: Mapping[str, Any]) -> bool:
     """Whether `quantization_config` has a place for kv_cache_scheme: compressed-tensors', or no library's yet.
 
-    Its loader wants keys of one shape in every layer.
+    Its loader wants keys of one shape in every layer, and a scheme of experts' weights wherever there are experts.
     """
-    quantization = config.get("quantization_config")
+    quantization, text = config.get("quantization_config"), dict(config.get("text_config") or config)
     if quantization is not None and quantization.get("quant_method") != "compressed-tensors":
         return False
-    a = describe(dict(config.get("text_config") or config))
+    a = describe(text)
+    if not (quantization or {}).get("config_groups") and _has_experts(text, a):
+        return False
     return a is None or (len(a.key_groups) == 1 and all(a.source(layer) == layer for layer in a.attending))
+
+
+def _has_experts(config: Mapping[str, Any], a: Architecture | None) -> bool:
+    """Whether a language model is a mixture of experts; of one that is not described (None) its keys tell."""
+    if a is not None:
+        return a.experts is not None
+    return any("experts" in key and isinstance(value, int) and value > 1 for key, value in config.items())
 
 
 def to_config(config: Mapping[str, Any], kind: CacheKind, rotated: bool = False) -> dict[str, Any]:

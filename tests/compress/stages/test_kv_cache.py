@@ -322,6 +322,24 @@ def test_transformers_loads_it_without_a_word(
     assert float((logits - ours).norm() / ours.norm()) < 0.03
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_transformers_loads_a_mixture_of_plain_experts(tiny: Callable[..., Path], tmp_path: Path, kind: str) -> None:
+    """Its loader takes the experts of any configuration for packed ones: such models have none."""
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+
+    source, tokens = tiny(kind), torch.randint(3, 256, (2, 64), generator=torch.Generator().manual_seed(1))
+    out = attached(source, tmp_path / "model", kv_cache.calibrate(source, "int8", tokens))
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()(tokens[:1]).logits[0]
+    decoder = load(out).decoder
+    cache = decoder.new_cache()
+    ours = decoder.forward(tokens[0], Rows.chains([(cache.open(64), 0, 64)]), cache).logits
+    assert decoder.kv.kind == "int8" and float((logits - ours).norm() / ours.norm()) < 0.03
+    config = json.loads((out / "config.json").read_text())
+    assert "quantization_config" not in config and scheme.scale_name(1, "v") in load_file(out / scheme.TENSORS)
+
+
 def test_unexpected_tensors_beside_the_weights_would_be_reported(
     tiny: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

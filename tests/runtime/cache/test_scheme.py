@@ -216,6 +216,10 @@ def test_only_compressed_tensors_and_plain_weights_have_a_place_for_static_scale
     assert said["quantization_config"] == nf4["quantization_config"] and not kv_scheme.holds_scales(nf4)
     assert said["specpress"] == {"other": 1, "kv_cache": {"kind": "int4", "tensors": kv_scheme.TENSORS}}
     assert kv_scheme.holds_scales({})
+    packed = {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"group_0": {}}}}
+    unknown = {"model_type": "not_described", "num_experts": 4}
+    assert kv_scheme.holds_scales(unknown | packed) and kv_scheme.holds_scales(unknown | {"num_experts": 1})
+    assert not kv_scheme.holds_scales(unknown)
     with pytest.raises(ValueError, match="no scheme"):
         kv_scheme.to_config({}, "float32")
 
