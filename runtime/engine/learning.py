@@ -66,7 +66,7 @@ def _learn_of_one(
     asking = drafted - started - drafting if budget > 0 else 0.0
     if choice is not None and outcome is not None:
         own = drafting if budget > 0 else 0.0
-        choice.observe(state.number, Taken(1 + outcome.length, rows, own, rest + before, asking))
+        choice.observe(state.number, Taken(1 + outcome.length, rows, own, rest + before, asking, draft.number))
     controller = proposer.controller
     if controller is None:
         return
@@ -100,7 +100,7 @@ def _weigh(
         own = drafting / shares[state.proposer] if part.budget > 0 else 0.0
         rows = 1 + len(draft.tokens)
         rest = (ended - drafted) * rows / width
-        state.asked.choice.observe(state.number, Taken(1 + outcome.length, rows, own, rest))
+        state.asked.choice.observe(state.number, Taken(1 + outcome.length, rows, own, rest, number=draft.number))
 
 
 def _ours(batch: Sequence[ScheduledRequest], proposer: Proposer) -> list[int]:

@@ -38,6 +38,7 @@ class Taken(NamedTuple):
     tokens  that it gained; rows: of the target's forward.
     drafting, rest, asking  seconds: of drafting for it (0: nobody was asked to), of the forward and what comes after
                             it, and of choosing γ.
+    number  of a chain of drafters which one drafted: 1, 2, …
     """
 
     tokens: int
@@ -45,6 +46,7 @@ class Taken(NamedTuple):
     drafting: float
     rest: float
     asking: float = 0.0
+    number: int = 1
 
     @property
     def seconds(self) -> float:
@@ -217,7 +219,7 @@ class Usual:
         """Takes in rounds of a text, of so many texts each."""
         self.rounds += len(rounds)
         # As columns: texts of small models feel what a sum of properties takes.
-        _, _, drafting, rest, asking = zip(*rounds, strict=True)
+        _, _, drafting, rest, asking, _ = zip(*rounds, strict=True)
         self.seconds += sum(drafting) + sum(rest) + sum(asking)
         later = self.later.setdefault(batch, [])
         later += rounds

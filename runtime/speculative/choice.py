@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from runtime.speculative.by_drafter import Expected, Gain, Taken, Usual
 
+NOBODY: Mapping[str, str] = {}
 # Kinds of texts: drafts that are right of the most probable tokens are not so of drawn ones.
 KINDS = GREEDY, SAMPLED = "greedy", "sampled"
 # Rounds of a look, which goes on by steps. A drafter of which fewer than some were timed is looked at for longer: its γ
@@ -102,9 +103,11 @@ class _Text:
             return 0.0
         return max(0.0, sum([one.seconds for one in rounds]) - sum([one.tokens for one in rounds]) / self.best)
 
-    def take_in(self, copies: bool) -> None:
-        """Learns from the rounds that were kept, all by the same drafter, and from drafts that were watched; copies:
-        whether this one copies."""
+    def take_in(self, copier: str | None) -> None:
+        """Learns from the rounds that were kept, all by the same drafter, and from drafts that were watched.
+
+        copier  who copies and was asked first in these rounds: this drafter itself, or the first one of a chain.
+        """
         usual = self.usual
         for repeats, by_name in self.watched.items():
             for name, (tokens, rows) in by_name.items():
@@ -121,17 +124,19 @@ class _Text:
         if not drafted:
             return
         by_phase: dict[bool, list[Taken]] = {self.repeats: drafted}
-        if copies:
+        if copier is not None:
             by_phase, copied = {}, self.copied
             for one in drafted:
                 by_phase.setdefault(copied >= _REPEATS, []).append(one)
-                copied += _COPIED * (one.tokens - copied)
+                copied += _COPIED * ((one.tokens if one.number == 1 else 1) - copied)
             self.copied = copied
         for repeats, some in by_phase.items():
             own = self.gains[repeats][self.chosen]
             usual.phases[repeats].gained(
                 own, self.chosen, [one.tokens for one in some], sum([one.rows for one in some])
             )
+            if copier is not None and copier != self.chosen:
+                self._led(copier, repeats, some)
         cost, cold = usual.costs[self.chosen], self.cold
         self.cold = max(0, cold - len(drafted))
         if shown := drafted[cold:]:
@@ -140,20 +145,33 @@ class _Text:
         if cold == _COLD and self.best > 0:
             cost.read(drafted[0].drafting)
 
+    def _led(self, copier: str, repeats: bool, rounds: Sequence[Taken]) -> None:
+        """Learns what a drafter would have gained alone from the rounds of a chain that begins with it: where it finds
+        nothing, each token that the next one's draft gained would have been a round of its own."""
+        tokens, rows = [], 0
+        for one in rounds:
+            tokens += [one.tokens] if one.number == 1 else [1] * one.tokens
+            rows += one.rows if one.number == 1 else one.tokens
+        self.usual.phases[repeats].gained(self.gains[repeats][copier], copier, tokens, rows)
+
 
 class Choice:
     """Chooses among drafters by name; the first is where a choice begins that nothing is known of yet."""
 
-    def __init__(self, names: Sequence[str], copying: Collection[str] = ()) -> None:
+    def __init__(
+        self, names: Sequence[str], copying: Collection[str] = (), leading: Mapping[str, str] = NOBODY
+    ) -> None:
         """copying: those of whom `shadowed` tells what they would have gained; once timed they are not looked at.
+        leading: of chains that begin with one of these whom they begin with; their rounds tell it.
 
         Raises ValueError for fewer than two names, or the same one twice.
         """
         if len(set(names)) != len(names) or len(names) < 2:
             raise ValueError(f"to choose takes two or more drafters of different names, not {', '.join(names)}")
         self.names, self._copying = tuple(names), frozenset(copying)
-        # Who, while it drafts, leaves nobody to be watched; with two that copy there is no such drafter.
-        self._alone = next(iter(copying)) if len(copying) == 1 else ""
+        self._copiers = {name: name for name in copying} | {k: v for k, v in leading.items() if v in copying}
+        # Who, while they draft, leave nobody to be watched; with two that copy there is no such drafter.
+        self._alone = frozenset(self._copiers) if len(copying) == 1 else frozenset[str]()
         self._usual = {kind: Usual.of(names, copying) for kind in KINDS}
         self._texts: dict[int, _Text] = {}
 
@@ -162,13 +180,17 @@ class Choice:
         known = self._texts.get(text)
         return None if known is None else known.chosen
 
+    def copier(self, name: str) -> str | None:
+        """Whose copies the rounds of this drafter tell: its own, or those of the first one of a chain."""
+        return self._copiers.get(name)
+
     def holds(self, text: int, batch: int) -> bool:
         """Whether whoever drafts for this text goes on in a round of `batch` texts, and nobody has to be watched: most
         rounds are such, and small models feel what asking takes."""
         known = self._texts.get(text)
         if known is None or known.left <= 0 or batch != known.batch:
             return False
-        return known.chosen == self._alone or known.rounds < known.unwatched
+        return known.chosen in self._alone or known.rounds < known.unwatched
 
     def rounds(self, text: int) -> int:
         """How many rounds this text had."""
@@ -196,7 +218,7 @@ class Choice:
             known = self._texts[text] = _Text(own, self._usual[kind], self.names[0])
         elif batch == known.batch and (known.left > 0 or known.goes_on()):
             return known.chosen
-        known.take_in(known.chosen in self._copying)
+        known.take_in(self._copiers.get(known.chosen))
         known.batch = batch
         if known.left > 0:
             return known.chosen
@@ -242,7 +264,7 @@ class Choice:
         """Learns that a round of so many rows would have gained so many tokens, had this drafter drafted, after so many
         `passed` rounds that were not watched, as one before them had gained one token."""
         known = self._texts[text]
-        if name == known.chosen:
+        if name == self._copiers.get(known.chosen):
             return
         if passed > 0:
             seen = known.watched[known.repeats].setdefault(name, ([], []))
@@ -260,7 +282,7 @@ class Choice:
             phases = known.usual.phases
             first = repeats and not phases[True].gains[name].rounds
             phases[before or first].gained(Gain(), name, (tokens,), rows)
-            known.take_in(known.chosen in self._copying)
+            known.take_in(self._copiers.get(known.chosen))
             known.left = known.look = 0
             # Who is the best now is to draft now.
             known.paused = {one: max(known.paused.get(one, 0), known.rounds + _PAUSE) for one in self.names}
@@ -270,7 +292,7 @@ class Choice:
         """The text has ended."""
         known = self._texts.pop(text, None)
         if known is not None:
-            known.take_in(known.chosen in self._copying)
+            known.take_in(self._copiers.get(known.chosen))
             for repeats, phase in known.usual.phases.items():
                 phase.end(known.gains[repeats])
 

@@ -97,7 +97,8 @@ class ChosenDrafter(ChainedDrafter):
             self.copying, self.choice, self.controllers = of.copying, of.choice, of.controllers
         else:
             self.copying = {one.name: one for one in drafters if isinstance(one, CopyingDrafter)}
-            self.choice = Choice(names, self.copying)
+            leading = {one.name: one.drafters[0].name for one in drafters if isinstance(one, ChainedDrafter)}
+            self.choice = Choice(names, self.copying, leading)
             self.controllers = {kind: {name: Controller() for name in names} for kind in KINDS}
         self.name = ",".join(self.choices)
         self._shadows: dict[int, dict[str, Shadow]] = {}
@@ -110,13 +111,14 @@ class ChosenDrafter(ChainedDrafter):
         shadows = self._shadows.get(request.id)
         if shadows is None:
             shadows = self._shadows[request.id] = {name: Shadow() for name in self.copying}
-        if drafting in shadows:
-            shadows[drafting].forget()
+        copier = self.choice.copier(drafting)
+        if copier is not None:
+            shadows[copier].forget()
             if len(shadows) == 1:
                 return
         number, due = self.choice.rounds(text), []
         for name, shadow in shadows.items():
-            if name == drafting:
+            if name == copier:
                 continue
             if (right := shadow.round(request, self.copying[name], number)) is not None:
                 self.choice.shadowed(text, name, 1 + right, shadow.rows, shadow.passed)
