@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from runtime.speculative.by_drafter import Expected, Gain, Taken, Usual
 
-NOBODY: Mapping[str, str] = {}
 # Kinds of texts: drafts that are right of the most probable tokens are not so of drawn ones.
 KINDS = GREEDY, SAMPLED = "greedy", "sampled"
 # Rounds of a look, which goes on by steps. A drafter of which fewer than some were timed is looked at for longer: its γ
@@ -31,7 +30,7 @@ _PAUSE, _LONGEST_PAUSE = 8, 64
 # A text repeats itself where copies gain so many tokens a round; what one such round counts in that, and a draft that
 # was only watched, which stands for some rounds.
 _REPEATS, _COPIED, _SHADOWED = 3.0, 0.25, 0.4
-# Of tokens behind one for which no copy was found such a share has none either (on the pair; 0.65 of sampled ones).
+# Where no copy is found for a token, none is for the next one as often as this (on the pair; 0.65 of sampled ones).
 _SINGLE = 0.5
 # After so many copies in a row that were wrong from the beginning it is asked whether the text repeats itself still.
 _MISSED = 5
@@ -162,7 +161,7 @@ class Choice:
     """Chooses among drafters by name; the first is where a choice begins that nothing is known of yet."""
 
     def __init__(
-        self, names: Sequence[str], copying: Collection[str] = (), leading: Mapping[str, str] = NOBODY
+        self, names: Sequence[str], copying: Collection[str] = (), leading: Mapping[str, str] | None = None
     ) -> None:
         """copying: those of whom `shadowed` tells what they would have gained; once timed they are not looked at.
         leading: of chains that begin with one of these whom they begin with; their rounds tell it.
@@ -172,7 +171,7 @@ class Choice:
         if len(set(names)) != len(names) or len(names) < 2:
             raise ValueError(f"to choose takes two or more drafters of different names, not {', '.join(names)}")
         self.names, self._copying = tuple(names), frozenset(copying)
-        self._copiers = {name: name for name in copying} | {k: v for k, v in leading.items() if v in copying}
+        self._copiers = {name: name for name in copying} | {k: v for k, v in (leading or {}).items() if v in copying}
         # Who, while they draft, leave nobody to be watched; with two that copy there is no such drafter.
         self._alone = frozenset(self._copiers) if len(copying) == 1 else frozenset[str]()
         self._usual = {kind: Usual.of(names, copying) for kind in KINDS}
