@@ -40,7 +40,6 @@ struct alignas(64) TileShapes {
 inline void fence() { asm volatile("" ::: "memory"); }
 
 inline B64 set_bytes(int x) { return {_mm512_set1_epi8(static_cast<char>(x))}; }
-inline void store64(uint8_t* p, B64 a) { _mm512_store_si512(p, a.v); }
 
 constexpr int64_t WIDE = 2 * TILE * TILE_BYTES;
 

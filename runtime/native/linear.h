@@ -46,7 +46,9 @@ constexpr int64_t AHEAD = 8192;
 template <class Scheme, int M>
 inline bool fetches_ahead() {
     constexpr int ROWS = Scheme::FETCH_ROWS;
-    if constexpr (MAX_ROWS == 2 || M >= (NARROW ? (3 * ROWS + 7) / 8 : ROWS))
+    if constexpr (ROWS == 0)
+        return false;
+    else if constexpr (MAX_ROWS == 2 || M >= (NARROW ? (3 * ROWS + 7) / 8 : ROWS))
         return true;
     else
         return (M >= 3 * ROWS / 8 && specpress::READS_LITTLE_AHEAD) || specpress::READS_HARDLY_AHEAD;
@@ -174,13 +176,16 @@ inline void small_product(const Weights& w, const Inputs& in, int64_t row, int64
 // How many inputs a sum of 16 bits is good for; 0: the path or the scheme has none.
 template <class Scheme>
 constexpr int64_t short_inputs = SHORT_SUMS ? Scheme::SHORT : 0;
+// Inputs of a chunk.
+template <class Scheme>
+constexpr int64_t chunk_of = short_inputs<Scheme> > 0 ? short_inputs<Scheme> : 16 * Scheme::STEP;
 
 // The same where registers are few: 16 outputs at a time, of a chunk of inputs, so that both halves of it come from the
 // cache of the first level. Codes that are small enough are summed in 16 bits, and widened once a chunk. `x`: the row's
 // codes, or the same as words.
 template <class Scheme, int M, class X>
 inline void narrow_product(const Weights& w, const Inputs& in, const X* x, int64_t row, int64_t block, float* tile) {
-    constexpr int64_t STEP = Scheme::STEP, CHUNK = short_inputs<Scheme> > 0 ? short_inputs<Scheme> : 16 * STEP;
+    constexpr int64_t STEP = Scheme::STEP, CHUNK = chunk_of<Scheme>;
     const int64_t groups = w.groups, size = w.group;
     const uint8_t* codes = w.codes + block * groups * (size / STEP) * Scheme::BYTES;
     const float* step = in.step + row * groups;
@@ -353,7 +358,7 @@ struct IntegerScheme {
     static constexpr int STEP = INPUTS;
     // Bytes of 32 outputs by STEP inputs, of which the left 16 outputs have the first half.
     static constexpr int64_t BYTES = 128;
-    // From how many rows on codes are fetched ahead: see fetches_ahead.
+    // From how many rows on codes are fetched ahead: see fetches_ahead. 0: never.
     static constexpr int FETCH_ROWS = (31 + INPUTS) / INPUTS;
     // Whether the inputs are stored as x + 128, and not the weights so.
     static constexpr bool UNSIGNED_INPUTS = false;
@@ -364,6 +369,8 @@ struct IntegerScheme {
     static constexpr int64_t FEW_TILED = MAX_ROWS + 1;
     // Whether the scheme has `whole`, all inputs at once, which decodes weights while those before are multiplied.
     static constexpr bool WHOLE = false;
+    // Whether the scheme has a `half` of its own, for any number of rows.
+    static constexpr bool CHUNKS = false;
     explicit IntegerScheme(const Weights&) {}
     [[gnu::always_inline]] void fetch(const uint8_t* codes) const { prefetch(codes); }
     B64 read(const uint8_t* codes) const { return load64(codes); }
@@ -455,7 +462,7 @@ struct IntegerScheme {
         if constexpr (Scheme::SHORT == 0 && M > 2)
             if (in.wide) return narrow_product<Scheme, M>(w, in, in.wide + row * in.stride, row, block, tile);
 #endif
-        if constexpr (NARROW && (short_inputs<Scheme> > 0 || M > 2))
+        if constexpr (NARROW && (short_inputs<Scheme> > 0 || Scheme::CHUNKS || M > 2))
             narrow_product<Scheme, M>(w, in, in.codes + row * in.stride, row, block, tile);
         else
             small_product<Scheme, M>(w, in, row, block, tile);

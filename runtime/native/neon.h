@@ -101,6 +101,7 @@ inline F16 odd_bf16(B64 x) {
         [](auto p) { return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_u8(p), vdupq_n_u32(0xffff0000u))); }, x);
 }
 inline B64 load64(const uint8_t* p) { return {vld1q_u8(p), vld1q_u8(p + 16), vld1q_u8(p + 32), vld1q_u8(p + 48)}; }
+inline void store64(uint8_t* p, B64 x) { vst1q_u8(p, x.a), vst1q_u8(p + 16, x.b), vst1q_u8(p + 32, x.c), vst1q_u8(p + 48, x.d); }
 template <int S> inline B64 field(B64 x, int mask) {
     return quarters<B64>(
         [mask](auto p) {

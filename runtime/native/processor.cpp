@@ -28,21 +28,26 @@ bool has_tiles() {
 #endif
 }
 
-bool is_zen5() {
+// AMD's family of this processor: 15 and what is above it; 0: another maker's. Zen 3 and 4 are 25, Zen 5 is 26.
+unsigned amd_family() {
 #if (defined(__x86_64__) || defined(_M_X64)) && defined(__GNUC__)
     unsigned a, b, c, d;
     const bool amd = __get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx && c == signature_AMD_ecx && d == signature_AMD_edx;
-    if (!amd || !__get_cpuid(1, &a, &b, &c, &d)) return false;
-    // The family: 15 and what is above it. Zen 5 is 26, Zen 3 and 4 are 25; what comes after is taken for like it.
-    return (a >> 8 & 15) + (a >> 20 & 255) >= 26;
+    return amd && __get_cpuid(1, &a, &b, &c, &d) ? (a >> 8 & 15) + (a >> 20 & 255) : 0;
 #else
-    return false;
+    return 0;
 #endif
 }
 
+// What comes after is taken for like it.
+bool is_zen5() { return amd_family() >= 26; }
+
+// Zen 4 has AVX-512.
+bool is_zen3() { return amd_family() == 25 && !processor_has(AVX512); }
+
 }  // namespace
 
-const bool READS_LITTLE_AHEAD = is_zen5(), FETCHES_PAST_L2 = is_zen5(), READS_HARDLY_AHEAD = has_tiles();
+const bool READS_LITTLE_AHEAD = is_zen5(), FETCHES_PAST_L2 = is_zen5(), READS_HARDLY_AHEAD = has_tiles() || is_zen3();
 
 bool may_use_tiles() {
     // Linux saves tiles for processes only that have asked for it: ARCH_REQ_XCOMP_PERM of component 18, since 5.16.

@@ -82,64 +82,84 @@ template <int BITS>
 struct Decoder {
     static constexpr int BYTES = 32 * BITS, PART = 8 * BITS;
     using Tile = Codes;
-    __m256i table[8], spread[2], lift;
+    __m256i upper[4], other[4], spread[2], by[2];  // tables: see look_up_states
 
     explicit Decoder(const int8_t* levels) {
-        for (int t = 0; t < 8; t++)
-            table[t] = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(levels + 16 * t)));
-        // A word for each of 16 weights: the two bytes in which its window lies, and what lifts it into the upper one.
-        alignas(32) uint8_t own[2][32];
-        alignas(32) uint16_t by[16];
-        for (int half = 0; half < 2; half++)
-            for (int j = 0; j < 16; j++) {
-                const int weight = 16 * (j / 8) + 8 * half + j % 8, bit = BITS * weight, from = j / 8 * 2 * BITS;
-                own[half][2 * j] = static_cast<uint8_t>(bit / 8 - from);
-                own[half][2 * j + 1] = static_cast<uint8_t>(bit / 8 - from + 1);
-                by[j] = static_cast<uint16_t>(1 << (8 - bit % 8));
-            }
-        for (int half = 0; half < 2; half++) spread[half] = _mm256_load_si256(reinterpret_cast<const __m256i*>(own[half]));
-        lift = _mm256_load_si256(reinterpret_cast<const __m256i*>(by));
-    }
-
-    // States of 32 weights, whose bits begin at p and end before p + 32.
-    __m256i states(const uint8_t* p) const {
-        const __m256i raw = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
-                                                    _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 2 * BITS)), 1);
-        const __m256i first = _mm256_srli_epi16(_mm256_mullo_epi16(_mm256_shuffle_epi8(raw, spread[0]), lift), 8);
-        const __m256i second = _mm256_srli_epi16(_mm256_mullo_epi16(_mm256_shuffle_epi8(raw, spread[1]), lift), 8);
-        return _mm256_packus_epi16(first, second);
-    }
-
-    // One of eight tables of sixteen has an index without its upper bit; the others give zeros.
-    __m256i look_up_states(__m256i states) const {
-        const __m256i index = _mm256_and_si256(states, _mm256_set1_epi8(127)), above = _mm256_set1_epi8(0x70);
-        __m256i found = _mm256_setzero_si256();
-#pragma GCC unroll 8
-        for (int t = 0; t < 8; t++) {
-            const __m256i at = _mm256_adds_epu8(_mm256_xor_si256(index, _mm256_set1_epi8(static_cast<char>(16 * t))), above);
-            found = _mm256_or_si256(found, _mm256_shuffle_epi8(table[t], at));
+        for (int t = 0; t < 8; t += 2) {
+            const auto half = [&](int of) {
+                return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(levels + 16 * of)));
+            };
+            upper[t / 2] = half(t + 1), other[t / 2] = _mm256_xor_si256(half(t), half(t + 1));
         }
-        found = _mm256_sign_epi8(found, _mm256_or_si256(states, _mm256_set1_epi8(1)));
+        // A word for every other of 16 weights: the two bytes in which its window lies, and what moves the window to the word's
+        // lower byte, as the upper half of a product, or to its upper one, as the lower half.
+        alignas(32) uint8_t bytes[2][32];
+        alignas(32) uint16_t powers[2][16];
+        for (int j = 0; j < 16; j++)
+            for (int odd = 0; odd < 2; odd++) {
+                const int bit = BITS * (2 * (j % 8) + odd), at = bit % 8;
+                // A window that is the first byte stands above a zero, for the power would not fit.
+                const bool whole = !odd && at == 0;
+                bytes[odd][2 * j] = static_cast<uint8_t>(whole ? 0x80 : bit / 8);
+                bytes[odd][2 * j + 1] = static_cast<uint8_t>(bit / 8 + !whole);
+                powers[odd][j] = static_cast<uint16_t>(1 << (odd || whole ? 8 - at : 16 - at));
+            }
+        for (int odd = 0; odd < 2; odd++) {
+            spread[odd] = _mm256_load_si256(reinterpret_cast<const __m256i*>(bytes[odd]));
+            by[odd] = _mm256_load_si256(reinterpret_cast<const __m256i*>(powers[odd]));
+        }
+    }
+
+    // 16 bytes of a tile from AT on, which the first ones follow.
+    template <int AT>
+    static __m128i sixteen(const uint8_t* tile) {
+        constexpr int beyond = AT + 16 > BYTES ? AT + 16 - BYTES : 0;
+        const __m128i own = _mm_loadu_si128(reinterpret_cast<const __m128i*>(tile + AT - beyond));
+        if constexpr (beyond == 0) return own;
+        return _mm_alignr_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(tile)), own, beyond);
+    }
+
+    // States of 32 weights, whose bits begin AT bytes behind the tile's first.
+    template <int AT>
+    [[gnu::always_inline]] __m256i states(const uint8_t* tile) const {
+        const __m256i raw = _mm256_inserti128_si256(_mm256_castsi128_si256(sixteen<AT>(tile)), sixteen<AT + 2 * BITS>(tile), 1);
+        const __m256i even = _mm256_mulhi_epu16(_mm256_shuffle_epi8(raw, spread[0]), by[0]);
+        const __m256i odd = _mm256_mullo_epi16(_mm256_shuffle_epi8(raw, spread[1]), by[1]);
+        return _mm256_blendv_epi8(even, odd, _mm256_set1_epi16(static_cast<int16_t>(0xff00)));
+    }
+
+    // b where a byte of `by` has its upper bit, else a. gcc compares with zero first, which the instruction does itself.
+    static __m256i chosen(__m256i a, __m256i b, __m256i by) {
+#if defined(__GNUC__)
+        __m256i found;
+        asm("vpblendvb %3, %2, %1, %0" : "=x"(found) : "x"(a), "x"(b), "x"(by));
+        return found;
+#else
+        return _mm256_blendv_epi8(a, b, by);
+#endif
+    }
+
+    // Each state's lower five bits look up an entry of four tables of 32, of which the next two bits choose one. An entry is that
+    // of the table's upper half, and where bit 4 is 0 also what the lower half differs by: an index with bit 7 looks up zeros.
+    // Bits are moved up by sums, for shifts wait for the same two units as shuffles do.
+    [[gnu::always_inline]] __m256i look_up_states(__m256i states) const {
+        const __m256i index = _mm256_and_si256(states, _mm256_set1_epi8(15));
+        const __m256i lower = _mm256_add_epi8(_mm256_and_si256(states, _mm256_set1_epi8(31)), _mm256_set1_epi8(0x70));
+        const __m256i last = _mm256_add_epi8(states, states), first = _mm256_add_epi8(last, last);
+        const auto of_table = [&](int t) { return _mm256_xor_si256(_mm256_shuffle_epi8(upper[t], index), _mm256_shuffle_epi8(other[t], lower)); };
+        const __m256i levels = chosen(chosen(of_table(0), of_table(1), first), chosen(of_table(2), of_table(3), first), last);
+        const __m256i found = _mm256_sign_epi8(levels, _mm256_or_si256(states, _mm256_set1_epi8(1)));
         return UNSIGNED_DOT ? _mm256_xor_si256(found, _mm256_set1_epi8(static_cast<char>(0x80))) : found;
     }
 
-    B64 both(const uint8_t* p) const {
-        const __m256i first = look_up_states(states(p)), second = look_up_states(states(p + PART / 2));
+    template <int I>
+    [[gnu::always_inline]] B64 part(Tile& tile) const {
+        const __m256i first = look_up_states(states<I * PART>(tile.p)), second = look_up_states(states<I * PART + PART / 2>(tile.p));
 #if defined(__AVX512F__)
         return {_mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1)};
 #else
         return {first, second};
 #endif
-    }
-
-    template <int I>
-    B64 part(Tile& tile) const {
-        const uint8_t* p = tile.p;
-        if constexpr (I < 3) return both(p + I * PART);
-        // The last windows end in the beginning.
-        uint8_t end[PART + 16];
-        std::memcpy(end, p + 3 * PART, PART), std::memcpy(end + PART, p, 16);
-        return both(end);
     }
 };
 #else
@@ -184,6 +204,31 @@ inline I16 dot_levels(I16 acc, B64 w, X4 x) {
 #endif
 }
 
+// Levels as the decoder gives them: a byte each, 16 outputs by four inputs in 64 of them, of which two stand side by side.
+template <int64_t APART>
+struct LevelsOf : IntegerScheme<LevelsOf<APART>, 4> {
+    static constexpr int64_t BYTES = APART;
+    // They were written just before.
+    static constexpr int FETCH_ROWS = 0;
+    explicit LevelsOf(const Weights& w) : IntegerScheme<LevelsOf<APART>, 4>(w) {}
+    int above(const Weights&) const { return RAISED; }
+    template <int I>
+    B64 part(B64 raw) const {
+        return raw;
+    }
+    I16 dot(I16 acc, B64 w, X4 x) const { return dot_levels(acc, w, x); }
+};
+using Levels = LevelsOf<128>;
+
+// A tile's parts, to every APART bytes.
+template <int I, int APART, class Decoder, class Tile>
+inline void write_parts(const Decoder& decoder, Tile tile, uint8_t* to) {
+    if constexpr (I < 4) {
+        store64(to + I * APART, decoder.template part<I>(tile));
+        write_parts<I + 1, APART>(decoder, tile, to);
+    }
+}
+
 template <int BITS>
 struct Trellis : IntegerScheme<Trellis<BITS>, 16> {
     static constexpr int64_t BYTES = 64 * BITS;
@@ -205,6 +250,24 @@ struct Trellis : IntegerScheme<Trellis<BITS>, 16> {
         return decoder.template part<I>(tile);
     }
     I16 dot(I16 acc, B64 w, X4 x) const { return dot_levels(acc, w, x); }
+
+    // Where registers are few, tables alone fill them: levels of half a chunk go through memory.
+    static constexpr bool CHUNKS = NARROW;
+    template <int M, class X>
+    inline void half(const uint8_t* codes, const X* x, int64_t inputs, int64_t stride, int h, I16 (&acc)[M][2]) const {
+        alignas(64) uint8_t levels[chunk_of<Trellis> * LANES];
+        decode_half(codes, inputs / 16, levels);
+        LevelsOf<64>(Weights()).template half<M>(levels, x, inputs, stride, h, acc);
+    }
+    [[gnu::noinline]] void decode_half(const uint8_t* codes, int64_t steps, uint8_t* to) const {
+        // A copy, which nothing written can change: its tables stay in registers.
+        const Decoder<BITS> own = decoder;
+#pragma GCC unroll 1
+        for (int64_t step = 0; step < steps; step++, codes += BYTES, to += 256) {
+            fetch(codes + AHEAD);
+            write_parts<0, 64>(own, Tile(codes), to);
+        }
+    }
 
     // `size` inputs by 32 outputs. Each part is decoded before the one ahead of it is multiplied: products of eight rows, which
     // otherwise wait for it, take a fifth less time.
@@ -234,26 +297,6 @@ struct Trellis : IntegerScheme<Trellis<BITS>, 16> {
     }
 };
 
-// A block's levels as the decoder gives them: a byte each, 16 outputs by four inputs in 64 of them.
-struct Levels : IntegerScheme<Levels, 4> {
-    using IntegerScheme::IntegerScheme;
-    int above(const Weights&) const { return RAISED; }
-    template <int I>
-    B64 part(B64 raw) const {
-        return raw;
-    }
-    I16 dot(I16 acc, B64 w, X4 x) const { return dot_levels(acc, w, x); }
-};
-
-template <int I = 0, class Decoder, class Tile>
-inline void write_levels(const Decoder& decoder, Tile left, Tile right, uint8_t* to) {
-    if constexpr (I < 4) {
-        const B64 a = decoder.template part<I>(left), b = decoder.template part<I>(right);
-        std::memcpy(to + I * 128, &a, 64), std::memcpy(to + I * 128 + 64, &b, 64);
-        write_levels<I + 1>(decoder, left, right, to);
-    }
-}
-
 // A few rows take levels from the registers in which they were decoded; for more each block is decoded once, into memory.
 template <int BITS>
 void linear_of(const Weights& w, const Inputs& in, int64_t first, int64_t last, float* y, int64_t stride, bool add_to) {
@@ -272,7 +315,8 @@ void linear_of(const Weights& w, const Inputs& in, int64_t first, int64_t last, 
         const uint8_t* tiles = w.codes + block * (w.group / 16) * 64 * BITS;
         for (int64_t k = 0; k < w.group; k += 16, tiles += 64 * BITS) {
             prefetch(tiles + AHEAD), prefetch(tiles + AHEAD + 32 * BITS);
-            write_levels(decoder, Tile(tiles), Tile(tiles + 32 * BITS), levels + k * specpress::BLOCK);
+            write_parts<0, 128>(decoder, Tile(tiles), levels + k * specpress::BLOCK);
+            write_parts<0, 128>(decoder, Tile(tiles + 32 * BITS), levels + k * specpress::BLOCK + 64);
         }
         Weights decoded = w;
         decoded.codes = levels - block * size;

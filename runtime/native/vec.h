@@ -102,6 +102,7 @@ inline F16 even_bf16(B64 a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(a.v,
 inline F16 odd_bf16(B64 a) { return {_mm512_castsi512_ps(_mm512_and_si512(a.v, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))}; }
 
 inline B64 load64(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+inline void store64(uint8_t* p, B64 a) { _mm512_storeu_si512(p, a.v); }
 template <int S> inline B64 field(B64 a, int mask) {
     __m512i v = S == 0 ? a.v : _mm512_srli_epi16(a.v, S);
     return {_mm512_and_si512(v, _mm512_set1_epi8(static_cast<char>(mask)))};
@@ -230,6 +231,11 @@ inline F16 odd_bf16(B64 x) {
 inline B64 load64(const uint8_t* p) {
     const auto* q = reinterpret_cast<const __m256i*>(p);
     return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
+}
+// std::memcpy of both registers goes through others, in pieces.
+inline void store64(uint8_t* p, B64 x) {
+    auto* q = reinterpret_cast<__m256i*>(p);
+    _mm256_storeu_si256(q, x.a), _mm256_storeu_si256(q + 1, x.b);
 }
 template <int S> inline B64 field(B64 x, int mask) {
     __m256i m = _mm256_set1_epi8(static_cast<char>(mask));
@@ -402,6 +408,7 @@ inline B64 load64(const uint8_t* p) {
     std::memcpy(out.v, p, 64);
     return out;
 }
+inline void store64(uint8_t* p, B64 x) { std::memcpy(p, x.v, 64); }
 template <int S> inline B64 field(B64 a, int mask) {
     B64 out;
     for (int i = 0; i < 64; i++) out.v[i] = static_cast<uint8_t>((a.v[i] >> S) & mask);

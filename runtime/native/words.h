@@ -73,10 +73,7 @@ inline __m256i add_crossed(__m256i acc, __m256i even, __m256i odd, __m256i secon
 #endif
 }
 
-inline void store64(int16_t* p, B64 x) {
-    auto* q = reinterpret_cast<__m256i*>(p);
-    _mm256_store_si256(q, x.a), _mm256_store_si256(q + 1, x.b);
-}
+inline void store64(int16_t* p, B64 x) { store64(reinterpret_cast<uint8_t*>(p), x); }
 inline void storei(int32_t* p, I16 x) {
     auto* q = reinterpret_cast<__m256i*>(p);
     _mm256_store_si256(q, x.a), _mm256_store_si256(q + 1, x.b);
