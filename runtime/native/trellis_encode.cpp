@@ -34,7 +34,6 @@ constexpr int LANES = 4;
 #endif
 typedef float Reals __attribute__((vector_size(4 * LANES)));
 typedef int32_t Whole __attribute__((vector_size(4 * LANES)));
-typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 
 template <int BITS>
 class Encoder {
@@ -50,18 +49,12 @@ class Encoder {
     void encode(int64_t number) {
         read(number);
         std::memset(node_, 0, sizeof(node_));
-        for (int t = 0; t < STEPS + BEYOND; t++) {
-            if (t) close(t);
-            open(t % STEPS, t);
-        }
+        lap(STEPS + BEYOND);
         const int node = trace(STEPS + BEYOND - 1, STEPS) % NODES;
         alignas(64) float only[NODES];
         for (int q = 0; q < NODES; q++) only[q] = q == node ? 0.0f : NEVER;
         by_child(only, node_);
-        for (int t = 0; t < STEPS; t++) {
-            if (t) close(t);
-            open(t, t);
-        }
+        lap(STEPS);
         int last = node * CHILDREN;
         for (int a = 1; a < CHILDREN; a++)
             if (cost_of(node * CHILDREN + a) < cost_of(last)) last = node * CHILDREN + a;
@@ -91,64 +84,79 @@ class Encoder {
         }
     }
 
+    // Steps from the first on, four of an output at a time.
+    void lap(int steps) {
+        for (int t = 0; t < steps; t += 4) step<0>(t), step<1>(t + 1), step<2>(t + 2), step<3>(t + 3);
+    }
+    // BEFORE: of the four weights of an output that stand side by side, those before t.
+    template <int BEFORE>
+    void step(int t) {
+        if (t) close<BEFORE>(t);
+        open<BEFORE>(t % STEPS, t);
+    }
+
     // The better way into each node between t − 1 and t, and the errors that it has made of this output.
+    template <int BEFORE>
     void close(int t) {
         alignas(64) float best[NODES], error[3][NODES];
-        const int before = t % 4;
+        alignas(64) int32_t ways[NODES];
+        const Reals weight = Reals{} + (BEFORE ? weight_[output_of(t % STEPS)][input_of(t % STEPS) - 1] : 0.0f);
         for (int q = 0; q < NODES; q += LANES) {
-            Reals least = reals(cost_[0] + q), errors[3] = {};
+            Reals least = reals(cost_[0] + q), errors[3];
             Whole way = {};
-            for (int i = 0; i < before; i++) errors[i] = reals(survivor_error_[i][0] + q);
+            for (int i = 0; i < BEFORE; i++) errors[i] = error_before<BEFORE>(weight, i, 0, q);
             for (int a = 1; a < CHILDREN; a++) {
                 const Reals cost = reals(cost_[a] + q);
                 const Whole less = cost < least;
                 least = less ? cost : least;
                 way = less ? Whole{} + a : way;
-                for (int i = 0; i < before; i++) errors[i] = less ? reals(survivor_error_[i][a] + q) : errors[i];
+                for (int i = 0; i < BEFORE; i++) errors[i] = less ? error_before<BEFORE>(weight, i, a, q) : errors[i];
             }
             std::memcpy(best + q, &least, sizeof(least));
-            for (int i = 0; i < before; i++) std::memcpy(error[i] + q, &errors[i], sizeof(least));
-            const Bytes from = __builtin_convertvector(way, Bytes);
-            std::memcpy(from_[t] + q, &from, sizeof(from));
+            for (int i = 0; i < BEFORE; i++) std::memcpy(error[i] + q, &errors[i], sizeof(least));
+            std::memcpy(ways + q, &way, sizeof(way));
         }
+        for (int q = 0; q < NODES; q++) from_[t][q] = static_cast<uint8_t>(ways[q]);
         by_child(best, node_);
-        for (int i = 0; i < before; i++) by_child(error[i], node_error_[i]);
+        for (int i = 0; i < BEFORE; i++) by_child(error[i], node_error_[i]);
+    }
+
+    // What a survivor has made of this output's neighbour i: the last one's is that of its own level.
+    template <int BEFORE>
+    Reals error_before(Reals weight, int i, int a, int q) const {
+        return i == BEFORE - 1 ? weight - reals(value_[a] + q) : reals(older_[i] + a * WIDE + q % WIDE);
     }
 
     // Costs of weight t's states; `at`: the same, counted over both ends.
+    template <int BEFORE>
     void open(int t, int at) {
-        const int o = output_of(t), i = input_of(t), before = t % 4;
+        const int o = output_of(t), i = input_of(t);
         if (t % PART == 0 && t >= DECIDED) {
             follow(trace(at - 1, at - 1), at - 1, at - DECIDED);
             for (int s = at - DECIDED; s < at - DECIDED + PART; s++)
                 error_[output_of(s)][input_of(s)] = weight_[output_of(s)][input_of(s)] - scale_[output_of(s)] * level_of(state_[s]);
         }
-        if (before == 0)
+        if (BEFORE == 0)
             for (int a = 0; a < CHILDREN; a++)
                 for (int q = 0; q < NODES; q++) value_[a][q] = scale_[o] * level_[a][q];
         const float spread = i < task_.inputs && scale_[o] != 0.0f ? task_.spreads[i] : 0.0f;
         float base = weight_[o][i] + carried_[o][i];
-        for (int j = 0; j < i - before; j++) base += error_[o][j] * task_.corner[j * TILE + i];
+        for (int j = 0; j < i - BEFORE; j++) base += error_[o][j] * task_.corner[j * TILE + i];
         alignas(64) float target[NODES];
         for (int n = 0; n < NODES; n++) target[n] = base;
-        for (int j = 0; j < before; j++) {
-            const float by = task_.corner[(i - before + j) * TILE + i];
+        for (int j = 0; j < BEFORE; j++) {
+            const float by = task_.corner[(i - BEFORE + j) * TILE + i];
             for (int n = 0; n < NODES; n++) target[n] += node_error_[j][n] * by;
         }
-        alignas(64) float wanted[CHILDREN * WIDE], so_far[CHILDREN * WIDE], errors[3][CHILDREN * WIDE];
+        alignas(64) float wanted[CHILDREN * WIDE], so_far[CHILDREN * WIDE];
         over_and_over(target, wanted), over_and_over(node_, so_far);
-        for (int j = 0; j < before; j++) over_and_over(node_error_[j], errors[j]);
-        const float weight = weight_[o][i];
+        for (int j = 0; j < BEFORE; j++) over_and_over(node_error_[j], older_[j]);
         for (int a = 0; a < CHILDREN; a++)
             for (int q = 0; q < NODES; q += LANES) {
                 const int from = a * WIDE + q % WIDE;
-                const Reals value = reals(value_[a] + q), off = reals(wanted + from) - value;
+                const Reals off = reals(wanted + from) - reals(value_[a] + q);
                 const Reals cost = reals(so_far + from) + spread * (off * off);
                 std::memcpy(cost_[a] + q, &cost, sizeof(cost));
-                if (before == 3) continue;
-                const Reals own = weight - value;
-                std::memcpy(survivor_error_[before][a] + q, &own, sizeof(own));
-                for (int j = 0; j < before; j++) std::memcpy(survivor_error_[j][a] + q, errors[j] + from, sizeof(own));
             }
     }
 
@@ -205,9 +213,10 @@ class Encoder {
     }
 
     const TrellisTask& task_;
-    // Of states: by the last child (the lower bits), then by the node after them. Of nodes: as by_child has them.
+    // Of states: by the last child (the lower bits), then by the node after them. Of nodes: as by_child has them; older_: as
+    // over_and_over has them.
     alignas(64) float level_[CHILDREN][NODES], value_[CHILDREN][NODES], cost_[CHILDREN][NODES];
-    alignas(64) float survivor_error_[3][CHILDREN][NODES], node_[NODES], node_error_[3][NODES];
+    alignas(64) float node_[NODES], node_error_[3][NODES], older_[3][CHILDREN * WIDE];
     float weight_[TILE][TILE], carried_[TILE][TILE], error_[TILE][TILE], scale_[TILE];
     uint8_t from_[STEPS + BEYOND][NODES], state_[STEPS + BEYOND];
 };
