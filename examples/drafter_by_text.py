@@ -144,8 +144,9 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print the seconds of each text and round.")] = False,
 ) -> None:
     """Prints tokens per second over plain decoding, of each drafter and of who chooses among them."""
-    from rich.console import Console
     from rich.table import Table
+
+    from runtime.bench.output import console
 
     with without_traceback():
         among = drafters.split(",")
@@ -173,7 +174,7 @@ def main(
             )
             shown = (f"{gains[name]:.2f} ×" for name in names[1:])
             table.add_row(row, *shown, f"{median(each):.3f}", f"{each[0]:.3f} to {each[-1]:.3f}")
-        Console().print(table)
+        console().print(table)
         print(f"{differ} texts differ from plain decoding's")
 
 

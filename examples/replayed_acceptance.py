@@ -193,9 +193,9 @@ def main(
     threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="physical cores")] = None,
 ) -> None:
     """Prints how many times plain decoding's and the best fixed γ's tokens per second each way makes."""
-    from rich.console import Console
     from rich.table import Table
 
+    from runtime.bench.output import console
     from runtime.bench.random_models import write_shape
 
     with without_traceback(), TemporaryDirectory(prefix="specpress-replay-") as folder:
@@ -212,7 +212,7 @@ def main(
                 near = over(way.speeds(), best.speeds()), way.usual_speed(usual) / best.usual_speed(usual)
                 ratios = [f"{ratio:.3f}" for ratio in (*near, way.tokens / best.tokens)]
                 table.add_row(kind, name, f"{over(way.speeds(), plain):.2f} ×", f"{way.tokens:.2f}", *ratios)
-        Console().print(table)
+        console().print(table)
 
 
 if __name__ == "__main__":

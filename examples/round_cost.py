@@ -123,15 +123,16 @@ def main(
     turns: Annotated[int, typer.Option(help="Turns of each way.", min=1)] = 10,
 ) -> None:
     """Prints what a round takes without its forward's arithmetic."""
-    from rich.console import Console
     from rich.table import Table
+
+    from runtime.bench.output import console
 
     with without_traceback():
         table = Table("rounds", "least decile, µs", "median, µs", "mean, µs")
         for name, took in measured(target, count, turns).items():
             least, middle, mean = quantiles(took.rounds, n=10)[0], median(took.rounds), median(took.means)
             table.add_row(name, f"{least:.1f}", f"{middle:.1f}", f"{mean:.1f}")
-        Console().print(table)
+        console().print(table)
 
 
 if __name__ == "__main__":

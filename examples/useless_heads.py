@@ -212,9 +212,9 @@ def main(
     threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="physical cores")] = None,
 ) -> None:
     """Prints what each drafter costs in percent of plain decoding's time."""
-    from rich.console import Console
     from rich.table import Table
 
+    from runtime.bench.output import console
     from runtime.bench.random_models import write_shape
 
     with without_traceback(), TemporaryDirectory(prefix="specpress-shape-") as folder:
@@ -224,7 +224,7 @@ def main(
         table = Table("drafter", "first", "after", "processor time of both")
         for kind, ratios in found.items():
             table.add_row(kind, *(f"{100 * (ratio - 1):+.1f} %" for ratio in ratios))
-        Console().print(table)
+        console().print(table)
 
 
 if __name__ == "__main__":
