@@ -248,7 +248,9 @@ class Choice:
             known.cold, known.missed = _COLD, 0
         known.pays = 0 < _PAYS < found[best].rate * usual.forward(batch).at(1)
         known.hold = min(2 * known.hold, _LONGEST_HOLD) if best == known.chosen else _HOLD
-        known.chosen, known.left = best, known.hold
+        # As long as there is somebody of whom nothing is known no choice holds for longer than a look is put off.
+        untimed = not all(cost.rounds for cost in usual.costs.values())
+        known.chosen, known.left = best, min(known.hold, _PAUSE) if untimed else known.hold
         known.pauses.pop(best, None)
         return best
 
