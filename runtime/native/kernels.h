@@ -33,6 +33,14 @@ struct Weights {
     const int8_t* levels;      // what codes stand for: [16] of nf4 and what is stored alike, [128] of a trellis; else null
 };
 
+// Whether all sixteen levels are within ±LOW, as mxfp4's are, which are twice what they stand for.
+constexpr int LOW = 12;
+inline bool low_levels(const Weights& w) {
+    for (int i = 0; i < 16; i++)
+        if (w.levels[i] < -LOW || w.levels[i] > LOW) return false;
+    return true;
+}
+
 // Bytes of one plane of a nested layer; the lower plane follows the upper one.
 inline int64_t plane_bytes(const Weights& w) { return (w.outputs + BLOCK - 1) / BLOCK * w.groups * (w.group / 8) * 128; }
 

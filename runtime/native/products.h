@@ -18,6 +18,11 @@ inline bool same_want(const Weights& a, const Weights& b) {
 // From how many rows on words are wanted: fewer are as fast as bytes.
 constexpr int64_t WIDE_ROWS = 3;
 
+// Whether products of that many rows take words, on a path that has them (words.h): levels of any size do.
+inline bool multiplies_words(const Weights& w) {
+    return w.kind == INT8 || w.kind == NESTED || w.kind == TRELLIS || (w.kind == NF4 && !low_levels(w));
+}
+
 inline int64_t blocks_of(const Weights& w) { return (w.outputs + BLOCK - 1) / BLOCK; }
 
 template <class T>
@@ -63,7 +68,7 @@ void Decoder::prepare(const Group* groups, int64_t count, F&& row_of) {
             Want& want = wants_[found];
             const bool known = want.group == g;
             if (!known) want.first = want.rows, want.rows += groups[g].rows, want.group = g;
-            want.wide |= groups[g].rows >= WIDE_ROWS && path_.widen && (w.kind == INT8 || w.kind == NF4 || w.kind == NESTED || w.kind == TRELLIS);
+            want.wide |= groups[g].rows >= WIDE_ROWS && path_.widen && multiplies_words(w);
             places_.push_back({found, want.first, known});
         }
     }

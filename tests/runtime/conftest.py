@@ -238,7 +238,7 @@ def packed_weight(
 ) -> PackedWeight:
     """Random codes over all that the kind allows, random scales and whatever else is asked.
 
-    int4 counts from 0 (`unsigned`), or is signed and of 4, 3 or 2 `bits`, int6 of 6 or 5.
+    int4 counts from 0 (`unsigned`), or is signed and of 4, 3 or 2 `bits`, int6 of 6 or 5. nf4 and mxfp4: of 16 levels.
     """
     g = torch.Generator().manual_seed(seed)
     if kind == "trellis":
@@ -248,7 +248,7 @@ def packed_weight(
     bits = bits or {"int8": 8, "int6": 6, "ternary": 2}.get(kind, 4)
     half = 1 << bits - 1
     int4 = (0, 16) if unsigned else (-half, half)
-    low, high = {"int8": (-128, 128), "int6": int4, "int4": int4, "nf4": (0, 16), "ternary": (-1, 2)}[kind]
+    low, high = {"int8": (-128, 128), "int6": int4, "int4": int4, "ternary": (-1, 2)}.get(kind, (0, 16))
     codes = torch.randint(low, high, (n, k), generator=g).to(torch.int8)
     scale = torch.rand(n, -(-k // group) if group else 1, generator=g) * 0.02 + 0.001
     activation = "int8-tensor" if static else "int8-group" if group else "int8-token"

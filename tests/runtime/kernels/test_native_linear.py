@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from runtime.formats import mxfp4, nf4
 from runtime.formats.packed import PackedWeight
 from runtime.kernels import native_linear
 from runtime.kernels.dispatch import choose, join, linear
@@ -53,6 +54,9 @@ CASES: dict[str, dict[str, Any]] = {
     "int8 zero points static": {"kind": "int8", "n": 40, "k": 1100, "offset": True, "static": True},
     "nf4": {"kind": "nf4", "n": 96, "k": 256, "group": 64, "bias": True},
     "nf4 odd": {"kind": "nf4", "n": 17, "k": 75, "group": 25, "bias": True},
+    "mxfp4": {"kind": "mxfp4", "n": 96, "k": 256, "group": 32, "bias": True},
+    "mxfp4 odd": {"kind": "mxfp4", "n": 37, "k": 75, "group": 25},
+    "mxfp4 activation order": {"kind": "mxfp4", "n": 33, "k": 130, "group": 64, "perm": True, "offset": True},
     "ternary": {"kind": "ternary", "n": 96, "k": 256},
     "ternary odd": {"kind": "ternary", "n": 35, "k": 121, "bias": True},
     "ternary-1.25": {"kind": "ternary-1.25", "n": 96, "k": 256},
@@ -117,9 +121,11 @@ def test_equals_the_reference_bit_for_bit(native_path: str, packed: Packed, name
 @settings(max_examples=250, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_equals_the_reference_on_any_layer(native_path: str, packed: Packed, data: st.DataObject) -> None:
-    kind = data.draw(st.sampled_from(["int8", "int4", "nf4", "ternary"]), "kind")
+    kind = data.draw(st.sampled_from(["int8", "int4", "nf4", "mxfp4", "ternary"]), "kind")
     n, k = data.draw(st.integers(1, 100), "n"), data.draw(st.integers(1, 200), "k")
-    group = data.draw(st.integers(1, k + 3) if kind in ("int4", "nf4") else st.sampled_from([0, 0, 0, 7, 32]), "group")
+    group = data.draw(
+        st.integers(1, k + 3) if kind in ("int4", "nf4", "mxfp4") else st.sampled_from([0, 0, 0, 7, 32]), "group"
+    )
     offset, perm = data.draw(st.booleans(), "offset"), data.draw(st.booleans(), "perm")
     unsigned = kind == "int4" and data.draw(st.booleans(), "unsigned")
     seed = data.draw(st.integers(0, 2**32 - 1), "seed")
@@ -142,6 +148,22 @@ def test_equals_the_reference_on_any_layer(native_path: str, packed: Packed, dat
     x = torch.randn(data.draw(ROWS, "rows"), k, generator=generator(seed))
     x = x * 10.0 ** data.draw(st.integers(-6, 6), "exponent")
     assert torch.equal(on(native_path, weight)(x), packed_linear(weight)(x))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "nf4", "mxfp4", "ternary"])
+@pytest.mark.parametrize("group", [0, 32, 100])
+def test_the_largest_sums_are_exact(native_path: str, packed: Packed, kind: str, group: int) -> None:
+    """Every weight and every input as large as they are, of one sign, of the other, and of both."""
+    k = 416
+    weight = packed(kind, 40, k, group or k if kind in ("int4", "nf4", "mxfp4") else group)
+    of = {"nf4": nf4, "mxfp4": mxfp4}.get(kind)
+    meant = weight.codes if of is None else of.INT8_LEVELS[weight.codes.long()]
+    lowest, highest = (weight.codes.flatten()[at] for at in (meant.argmin(), meant.argmax()))
+    sign = torch.randn(40, k, generator=generator(14)) < 0
+    x = torch.cat([torch.ones(1, k), -torch.ones(1, k), torch.randn(19, k, generator=generator(15)).sign()])
+    for low in (torch.zeros(40, k).bool(), torch.ones(40, k).bool(), sign):
+        full = replace(weight, codes=torch.where(low, lowest, highest))
+        assert torch.equal(on(native_path, full)(x), packed_linear(full)(x))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
