@@ -107,6 +107,22 @@ def keep_to_share() -> None:
         torch.set_num_threads(max(1, int(share)))
 
 
+@contextmanager
+def torch_threads(count: int | None) -> Iterator[None]:
+    """Within, torch computes on so many threads (None: see `keep_to_share`); then on as many as before."""
+    import torch
+
+    before = torch.get_num_threads()
+    if count is None:
+        keep_to_share()
+    else:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def use_threads(count: int) -> None:
     """Has torch compute on so many threads, in the whole process. Raises UserError for none, or more than 1,024."""
     import torch

@@ -11,8 +11,7 @@ block's statistics.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from compress.recipe import Recipe
 from compress.records import RunFacts
 from compress.training.parallel import World, current, joined
 from runtime.bench import digest
-from runtime.devices import keep_to_share
+from runtime.devices import torch_threads
 
 # What the manifest says of a stage that trains: no times, so that equal runs give equal bytes.
 _UNTIMED = ("budget", "text", "steps", "tokens", "before", "best", "best_step", "perplexity", "acceptance", "made_of")
@@ -70,22 +69,8 @@ def run(context: RunContext, report: Report | None = None) -> Artifact:
     with joined() as world:
         if not world.leads:
             context = replace(context, progress=silent, note=unsaid)
-        with _threads(context.threads):
+        with torch_threads(context.threads):
             return _run(context, report, world)
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Within, torch computes on so many threads; a caller's own count is as it was afterwards."""
-    before = torch.get_num_threads()
-    if count is None:
-        keep_to_share()
-    else:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _run(context: RunContext, report: Report | None, world: World) -> Artifact:

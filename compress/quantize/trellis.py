@@ -19,7 +19,8 @@ from torch import Tensor
 
 from compress.quantize.gptq import Rounded, factorize, output_energy
 from compress.quantize.grid import expect_finite
-from compress.quantize.refine import spans
+from compress.quantize.refine import BLOCK, spans
+from runtime.devices import torch_threads
 from runtime.formats.packed import PackedWeight, Tiles
 from runtime.formats.tensors import round_scale
 from runtime.formats.trellis import LEVELS, TILE, empty_tiles, row_scale, scheme
@@ -161,39 +162,64 @@ def _start(columns: Tensor, bits: int, scale: Tensor) -> _State:
 
 
 def _feed_back(state: _State, factor: Tensor, spreads: Tensor) -> None:
-    """The first sequences, column after column."""
-    for number, (first, last) in enumerate(spans(0, len(state.columns), TILE)):
-        carried = factor[:first, first:last].T @ state.error[:first]
-        state.take(number, *state.encode(number, carried, factor[first:last, first:last], spreads[first:last]))
+    """The first sequences, column of tiles after column.
+
+    What is carried to a block of them is one product; what its own columns leave is added one by one, by one thread:
+    torch's others wait busily after each product, and the encoder's threads want their cores.
+    """
+    for start, stop in spans(0, len(state.columns), BLOCK):
+        carried = factor[:start, start:stop].T @ state.error[:start]
+        with torch_threads(1):
+            for first, last in spans(start, stop, TILE):
+                own = carried[first - start : last - start]
+                found = state.encode(first // TILE, own, factor[first:last, first:last], spreads[first:last])
+                state.take(first // TILE, *found)
+                carried[last - start :].addmm_(factor[first:last, last:stop].T, state.error[first:last])
 
 
 def _again(state: _State, hessian: Tensor, ridge: float) -> None:
     """One pass over the columns of tiles, each encoded anew where that makes the layer's error smaller.
 
-    With g = Σ e_i H_ij of all columns elsewhere the error is (e + u) B (e + u)ᵀ and a constant, B the columns' own part
-    of H and u B = g. With B = M D Mᵀ it is Σ_j D_j ((e M)_j + c_j)², where c = u M solves c D Mᵀ = g.
+    What all columns add to the slopes of a block of them is one product; what one changes is added for those behind it.
     """
-    for number, (first, last) in enumerate(spans(0, len(state.columns), TILE)):
-        here = slice(first, last)
-        own = hessian[here, here].clone()
-        elsewhere = hessian[here] @ state.error - own @ state.error[here]
-        own.diagonal().add_(ridge)
-        corner, spreads, _ = factorize(own, None, 0.0)
-        carried = torch.linalg.solve_triangular(corner, elsewhere, upper=True, unitriangular=True) / spreads.unsqueeze(
-            1
-        )
-        tiles, found = state.encode(number, carried, corner, spreads)
-        error = state.columns[here] - found.float() * state.scale
-        old, new = (
-            (corner.T @ errors + carried).square_().mul_(spreads.unsqueeze(1)).sum(dim=0)
-            for errors in (state.error[here], error)
-        )
-        rows = torch.nn.functional.pad(new - old, (0, -len(new) % TILE)).view(-1, TILE).sum(dim=1)
-        worse = rows >= 0
-        tiles[worse] = state.tiles[worse, number]
-        kept = worse.repeat_interleave(TILE)[: len(new)]
-        found[:, kept] = state.found[here][:, kept]
-        state.take(number, tiles, found)
+    for start, stop in spans(0, len(state.columns), BLOCK):
+        slopes = hessian[start:stop] @ state.error
+        with torch_threads(1):
+            for first, last in spans(start, stop, TILE):
+                before = state.error[first:last].clone()
+                own = hessian[first:last, first:last]
+                _encode_again(state, own, ridge, first, slopes[first - start : last - start])
+                change = state.error[first:last] - before
+                slopes[last - start :].addmm_(hessian[last:stop, first:last], change)
+
+
+def _encode_again(state: _State, own: Tensor, ridge: float, first: int, slopes: Tensor) -> None:
+    """The tiles of the columns from `first` on, anew.
+
+    own     (C, C): their part of H.
+    slopes  (C, N): Σ e_i H_ij of all columns i.
+
+    With g the slopes less their own columns' part the error is (e + u) B (e + u)ᵀ and a constant, B the columns' own
+    part of H and u B = g. With B = M D Mᵀ it is Σ_j D_j ((e M)_j + c_j)², where c = u M solves c D Mᵀ = g.
+    """
+    number, here = first // TILE, slice(first, first + len(own))
+    elsewhere = torch.addmm(slopes, own, state.error[here], alpha=-1)
+    own = own.clone()
+    own.diagonal().add_(ridge)
+    corner, spreads, _ = factorize(own, None, 0.0)
+    carried = torch.linalg.solve_triangular(corner, elsewhere, upper=True, unitriangular=True) / spreads.unsqueeze(1)
+    tiles, found = state.encode(number, carried, corner, spreads)
+    error = state.columns[here] - found.float() * state.scale
+    old, new = (
+        (corner.T @ errors + carried).square_().mul_(spreads.unsqueeze(1)).sum(dim=0)
+        for errors in (state.error[here], error)
+    )
+    rows = torch.nn.functional.pad(new - old, (0, -len(new) % TILE)).view(-1, TILE).sum(dim=1)
+    worse = rows >= 0
+    tiles[worse] = state.tiles[worse, number]
+    kept = worse.repeat_interleave(TILE)[: len(new)]
+    found[:, kept] = state.found[here][:, kept]
+    state.take(number, tiles, found)
 
 
 def _refit(state: _State, hessian: Tensor, ridge: float, dtype: torch.dtype) -> None:

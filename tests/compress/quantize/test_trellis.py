@@ -44,6 +44,19 @@ def test_passes_make_the_error_smaller() -> None:
     assert errors == sorted(errors, reverse=True) and errors[-1] < errors[0]
 
 
+@pytest.mark.parametrize("k", [128, 300])
+def test_blocks_of_columns_change_nothing_but_the_rounding_of_sums(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
+    """What a column leaves reaches those of its block and those behind it, as where every column is a block."""
+    weight, hessian = problem(40, k)
+    errors = {}
+    for block in (trellis.TILE, trellis.BLOCK, 10 * k // trellis.TILE * trellis.TILE):
+        monkeypatch.setattr(trellis, "BLOCK", block)
+        for passes in (0, 1):
+            found = trellis.quantize_together([weight], hessian, 3, torch.float32, passes=passes)[0].error
+            assert found == pytest.approx(errors.setdefault(passes, found), rel=0.01)
+    assert errors[1] < 0.98 * errors[0]
+
+
 @pytest.mark.parametrize(("n", "k"), [(16, 16), (33, 50), (5, 7)])
 def test_what_was_found_can_be_written(n: int, k: int) -> None:
     weight, hessian = problem(n, k)
