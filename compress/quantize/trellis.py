@@ -39,6 +39,7 @@ class _State:
 
     columns  (K, N) float32, never changed; error (K, N): `columns` less what the sequences are read back as.
     found    (K, N) int8: their levels.   tiles  as files have them.   levels  (128,) int8.   scale  (N,) float32.
+    threads  on which tiles are encoded.
     """
 
     bits: int
@@ -48,13 +49,15 @@ class _State:
     tiles: Tensor
     levels: Tensor
     scale: Tensor
+    threads: int
 
     def encode(self, number: int, carried: Tensor, corner: Tensor, spreads: Tensor) -> tuple[Tensor, Tensor]:
         """New sequences of tile column `number` and their levels (C, N); `carried` (C, N) is added to its weights."""
         some = self.columns[number * TILE : (number + 1) * TILE]
         found = torch.empty(some.shape, dtype=torch.int8)
         tiles = torch.empty(len(self.tiles), self.tiles.shape[2], dtype=torch.uint8)
-        encode_tiles(self.bits, self.levels, some, carried, self.scale, corner, spreads, tiles, found)
+        given = (self.levels, some, carried, self.scale, corner, spreads)
+        encode_tiles(self.bits, *given, tiles, found, threads=self.threads)
         return tiles, found
 
     def take(self, number: int, tiles: Tensor, found: Tensor) -> None:
@@ -158,7 +161,8 @@ def _reach(columns: Tensor, factor: Tensor, spreads: Tensor, bits: int, dtype: t
 def _start(columns: Tensor, bits: int, scale: Tensor) -> _State:
     k, n = columns.shape
     found = torch.zeros(k, n, dtype=torch.int8)
-    return _State(bits, columns, columns.clone(), found, empty_tiles(n, k, bits), LEVELS[bits], scale)
+    tiles = empty_tiles(n, k, bits)
+    return _State(bits, columns, columns.clone(), found, tiles, LEVELS[bits], scale, torch.get_num_threads())
 
 
 def _feed_back(state: _State, factor: Tensor, spreads: Tensor) -> None:

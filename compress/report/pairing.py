@@ -116,7 +116,7 @@ class Contest:
 
     def _gains(self, name: str) -> bool:
         """Whether its drafts gain enough tokens a round for what it must gain: a round takes a forward at least."""
-        return (self.timed[name].overall.tokens_per_round or 1.0) >= WORTH
+        return (self.timed[name].typical.tokens_per_round or 1.0) >= WORTH
 
     def _drafted(self, name: str) -> bool:
         return self.timed[name].overall.drafted > 0
@@ -202,7 +202,10 @@ def speedup(one: Timed, plain: Timed) -> float:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a prediction is made of: γ, c, v as they were on average, and what they promise; None: nothing drafted."""
+    """What a prediction is made of: γ, c, v as they were on average, and what they promise.
+
+    draft_cost  None where nothing was drafted. The others are None without rounds, without `widths` all but γ.
+    """
 
     draft_length: float | None
     draft_cost: float | None
@@ -211,28 +214,28 @@ class Costs:
 
     @classmethod
     def of(cls, counts: Metrics, plain: Metrics, widths: Mapping[int, float]) -> "Costs":
-        """Of one way's counts, beside plain decoding's: τ / (γc + v), v over the widths that its forwards had."""
+        """Of the counts of one way's runs, beside plain decoding's: τ / (γc + v), v over the widths of its forwards."""
         gamma, tau, step = counts.mean_draft_length, counts.tokens_per_round, plain.step_seconds
-        if not widths or gamma is None or tau is None:
+        if not widths or gamma is None or tau is None or not step:
             return cls(gamma, None, None, None)
-        c = counts.draft_cost_ratio(step) if step else None
         rounds = enumerate(counts.draft_lengths)
         v = sum(count * width_cost(widths, 1 + length) for length, count in rounds) / counts.rounds
-        return cls(gamma, c, v, None if c is None else predicted_speedup(tau, gamma, c, v))
+        # γc: looking for drafts costs time where none are found, too.
+        drafting = counts.draft_seconds / counts.rounds / step
+        return cls(gamma, counts.draft_cost_ratio(step), v, predicted_speedup(tau, 1, drafting, v))
 
 
 def _row(name: str, one: Timed, plain: Timed, widths: Mapping[int, float], why: str | None = None) -> Pairing:
-    counts = one.overall
     drafts = name != PLAIN
-    costs = Costs.of(counts, plain.overall, widths)
+    costs = Costs.of(one.typical, plain.typical, widths)
     compared, mismatches = compare([t for r in plain.tokens for t in r], [t for r in one.tokens for t in r])
     return Pairing(
         drafter=name,
         measured="all prompts" if why is None else "trial",
         tokens_per_second=one.tokens_per_second,
         speedup=speedup(one, plain),
-        acceptance_rate=counts.acceptance_rate,
-        tokens_per_round=counts.tokens_per_round,
+        acceptance_rate=one.overall.acceptance_rate,
+        tokens_per_round=one.typical.tokens_per_round,
         draft_length=costs.draft_length if drafts else None,
         predicted_speedup=costs.speedup,
         tokens_compared=compared if drafts else None,

@@ -123,8 +123,9 @@ class Speculation(Strict):
     fastest_drafter  the fastest of those that draft, whether it pays or not: the other figures are its own.
     acceptance_rate  greedy decoding's, _t1 that of sampling at temperature 1; the agreements are the draft model's,
                      teacher-forced on held-out text (speculation.teacher_forced_agreement).
-    mean_draft_length  γ on average over all rounds. draft_length: over those that drafted, as a whole number; what was
-                     asked for, if anything was.
+    mean_draft_length  γ on average over all rounds; it, τ, c and v are of each prompt's repeat of median time, which
+                     speeds are of, α and acceptance by position of all repeats.
+    draft_length     γ on average over the rounds that drafted, as a whole number; what was asked for, if anything was.
     """
 
     speculative: Decoding | None

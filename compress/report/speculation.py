@@ -64,13 +64,12 @@ def groups(plain: Timed, speculative: Timed, names: Sequence[str] = ()) -> list[
 
 
 def _group(name: str, plain: Timed, ours: Timed) -> Group:
-    counts = ours.overall
     return Group(
         name=name,
         prompts=len(plain.tokens[0]),
         repeated_4gram_share=repeated_share(plain.tokens[0]),
-        acceptance_rate=counts.acceptance_rate,
-        tokens_per_round=counts.tokens_per_round,
+        acceptance_rate=ours.overall.acceptance_rate,
+        tokens_per_round=ours.typical.tokens_per_round,
         speedup_over_compressed=_ratio(ours.tokens_per_second, plain.tokens_per_second),
     )
 
@@ -95,7 +94,7 @@ def speculation(
     assert name is not None
     plain, ours, rows = contest.timed[PLAIN], contest.timed[name], contest.rows(costs.widths)
     counts, tree = ours.overall, is_tree(name)
-    found = Costs.of(counts, plain.overall, costs.widths)
+    found = Costs.of(ours.typical, plain.typical, costs.widths)
     # Where γ is chosen few drafts go far, and what became of those says little.
     often = [tried >= _OFTEN * counts.drafted_at[0] for tried in counts.drafted_at]
     survival = [share for share, kept in zip(counts.accepted_by_position, often, strict=True) if kept]
@@ -128,7 +127,7 @@ def speculation(
         teacher_forced_agreement=agreement[0],
         teacher_forced_agreement_t1=agreement[1],
         accepted_by_position=survival or None,
-        tokens_per_round=counts.tokens_per_round,
+        tokens_per_round=ours.typical.tokens_per_round,
         draft_cost_ratio=c,
         width_cost_ratio=v,
         width_costs=[WidthCost(width=w, ms=costs.target_ms[w], ratio=ratio) for w, ratio in costs.widths.items()],

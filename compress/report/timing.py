@@ -36,8 +36,16 @@ class Timed:
 
     @property
     def overall(self) -> Metrics:
-        """The sum over prompts and repeats."""
+        """The sum over prompts and repeats: how good drafts were."""
         return total([m for repeat in self.metrics for m in repeat])
+
+    @property
+    def typical(self) -> Metrics:
+        """The sum over the runs that `seconds` is of, each prompt's of median time: what explains that time.
+
+        Other repeats can differ: where γ is chosen, the first one tries drafts that the later ones do without.
+        """
+        return total([sorted(runs, key=lambda m: m.seconds)[(len(runs) - 1) // 2] for runs in self._by_prompt])
 
     @property
     def seconds(self) -> float:
@@ -72,7 +80,11 @@ class Timed:
         return Decoding(**{**self.overall.report(), **rates, "energy_j": None})
 
     def _typical(self, seconds: Callable[[Metrics], float]) -> float:
-        return sum(statistics.median_low(map(seconds, runs)) for runs in zip(*self.metrics, strict=True))
+        return sum(statistics.median_low(map(seconds, runs)) for runs in self._by_prompt)
+
+    @property
+    def _by_prompt(self) -> list[tuple[Metrics, ...]]:
+        return list(zip(*self.metrics, strict=True))
 
 
 def _rate(tokens: int, seconds: float) -> float | None:

@@ -32,6 +32,7 @@ def encode_tiles(
     tiles: Tensor,
     found: Tensor,
     path: str | None = None,
+    threads: int | None = None,
 ) -> None:
     """The sequences of one column of tiles, by Viterbi's algorithm with GPTQ's feedback inside each tile.
 
@@ -45,7 +46,8 @@ def encode_tiles(
     tiles             (ceil(N / 16), 32 · bits) uint8, written; rows may lie apart, bytes of a row may not.
     found             (C, N) int8, written: the levels.
 
-    path  the instructions that are used; None: the fastest that this machine has.
+    path     the instructions that are used; None: the fastest that this machine has.
+    threads  None: as many as torch computes on.
 
     The result does not depend on the path, nor on the number of threads. Raises ValueError for tensors that are not so,
     and UserError where the native library is missing.
@@ -78,6 +80,6 @@ def encode_tiles(
     held = [levels.contiguous(), weights.contiguous(), carried.contiguous(), scale.contiguous(), padded, counted]
     stride = tiles.stride(0) if len(tiles) > 1 else tiles.shape[1]
     task = _Task(bits, n, count, stride, *(tensor.data_ptr() for tensor in (*held, tiles, found)))
-    pool = binding.pool(binding.default_threads())
+    pool = binding.pool(threads or torch.get_num_threads())
     path = path or next(name for name in binding.PATHS if binding.usable(name)[0])
     library.specpress_encode_tiles(binding.PATHS[path], pool.handle, byref(task))

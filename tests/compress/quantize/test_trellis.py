@@ -1,5 +1,7 @@
 """GPTQ's feedback over trellis columns: nearer than GPTQ with integers, and no pass makes the error larger."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,8 +9,10 @@ from torch import Tensor
 from compress.quantize import gptq, trellis
 from compress.quantize.grid import Grid
 from runtime import native
+from runtime.devices import torch_threads
 from runtime.formats import dequantize, to_tensors
 from runtime.formats.trellis import BITS, decode
+from runtime.native.trellis import encode_tiles
 
 pytestmark = pytest.mark.skipif(not native.usable("portable")[0], reason=native.usable("portable")[1])
 
@@ -67,12 +71,23 @@ def test_what_was_found_can_be_written(n: int, k: int) -> None:
     assert to_tensors(packed, "layer", torch.bfloat16)
 
 
-def test_together_is_as_alone_whatever_the_threads() -> None:
+def test_together_is_as_alone_whatever_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     (one, hessian), (two, _) = problem(40, 64), problem(24, 64, 1)
-    together = trellis.quantize_together([one, two], hessian, 3, torch.bfloat16)
+    taken = set()
+
+    def watched(*args: Any, threads: int) -> None:
+        taken.add(threads)
+        encode_tiles(*args, threads=threads)
+
+    monkeypatch.setattr(trellis, "encode_tiles", watched)
+    with torch_threads(3):
+        together = trellis.quantize_together([one, two], hessian, 3, torch.bfloat16)
+    assert taken == {3}
     for weight, found in zip((one, two), together, strict=True):
-        (alone,) = trellis.quantize_together([weight], hessian, 3, torch.bfloat16)
+        with torch_threads(1):
+            (alone,) = trellis.quantize_together([weight], hessian, 3, torch.bfloat16)
         assert torch.equal(alone.packed.codes, found.packed.codes)
+    assert taken == {1, 3}
 
 
 def test_weights_of_one_size_are_nearer() -> None:

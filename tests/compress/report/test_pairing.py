@@ -77,6 +77,21 @@ def test_of_each_prompt_the_median_repeat_counts() -> None:
     assert one.only([1]).seconds == pytest.approx(2.2)
 
 
+def test_the_prediction_is_of_the_repeats_whose_times_count() -> None:
+    trying, dropped = timed(1.5), timed(1.0, drafted=0, accepted=0)
+    ways = {ORIGINAL: timed(2.0), PLAIN: Timed(PLAINLY.tokens * 3, PLAINLY.metrics * 3)}
+    for repeats in ((trying, dropped, dropped), (dropped, trying, trying)):
+        one = Timed([r.tokens[0] for r in repeats], [r.metrics[0] for r in repeats])
+        row = next(row for row in Contest({}, {**ways, "lookup": one}).rows({2: 1.5}) if row.drafter == "lookup")
+        assert row.acceptance_rate == pytest.approx(4 / 6)
+        # Of the ten rounds without a draft a tenth went for looking for one, of a plain step of 0.09 s.
+        drafted = repeats[1] is trying
+        assert row.tokens_per_round == pytest.approx(10 / 6 if drafted else 1.0)
+        assert row.draft_length == pytest.approx(1.0 if drafted else 0.0)
+        cost, width = (0.15 / 6 / 0.09, 1.5) if drafted else (0.01 / 0.09, 1.0)
+        assert row.predicted_speedup == pytest.approx((10 / 6 if drafted else 1.0) / (cost + width))
+
+
 def test_finalists_are_near_the_fastest_and_fit_into_the_time() -> None:
     work = Work([[1]] * 10, 10, repeats=1, seconds=10.0)  # 100 tokens each
     rates = {PLAIN: 100.0, "lookup": 150.0, "suffix": 140.0, "tree": 100.0}
