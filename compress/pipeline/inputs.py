@@ -47,6 +47,8 @@ def open_inputs(context: RunContext) -> RunInputs:
         from compress.tasks.evaluate import require_tasks
 
         require_tasks(context.tasks, None if context.task_folder is None else Path(context.task_folder))
+    # Before what takes longest, the model's classes: a path that does not exist is told in a second or two.
+    corpus = _corpus(context.calib, target)
     structure = read_structure(target.path)
     _check_speed(context, draft is not None, any(map(structure.is_draft_head, target.checkpoint.names())))
     if context.recipe.quantize is not None and not context.recipe.trains and loaded_apart(structure.model):
@@ -58,7 +60,7 @@ def open_inputs(context: RunContext) -> RunInputs:
         kv_cache.check(target.checkpoint.config)
     text = Measured(
         source=context.calib,
-        corpus=_corpus(context.calib, target),
+        corpus=corpus,
         tokenizer=target.tokenizer,
         length=min(context.seq_len, target.max_positions),
         calibration=context.samples,
