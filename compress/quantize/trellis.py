@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.quantize.gptq import Rounded, factorize, output_energy
+from compress.quantize.gptq import Rounded, factorize
 from compress.quantize.grid import expect_finite
 from compress.quantize.refine import BLOCK, spans
 from runtime.devices import torch_threads
@@ -67,6 +67,21 @@ class _State:
         torch.addcmul(self.columns[here], found.float(), self.scale, value=-1, out=self.error[here])
 
 
+@dataclass(frozen=True)
+class _Products:
+    """H times what a layer has, (K, N) float32 each: what passes over all columns would else multiply anew.
+
+    columns  H Wᵀ.   found  H times the levels, kept up with them.
+    """
+
+    columns: Tensor
+    found: Tensor
+
+    def error(self, state: _State, here: slice) -> Tensor:
+        """H Eᵀ of the inputs `here`."""
+        return torch.addcmul(self.columns[here], self.found[here], state.scale, value=-1)
+
+
 def quantize_together(
     weights: Sequence[Tensor],
     hessian: Tensor,
@@ -107,12 +122,12 @@ def _quantize(
     columns = weight.float().T.contiguous()
     state = _start(columns, bits, _reach(columns, factor, spreads, bits, dtype))
     _feed_back(state, factor, spreads)
+    products = _Products(hessian @ columns, hessian @ state.found.float())
     for _ in range(passes):
-        _refit(state, hessian, ridge, dtype)
-        _again(state, hessian, ridge)
-    _refit(state, hessian, ridge, dtype)
-    whole = float(output_energy(columns, hessian).sum())
-    lost = float(output_energy(state.error, hessian).sum())
+        _refit(state, products, ridge, dtype)
+        _again(state, products, hessian, ridge)
+    _refit(state, products, ridge, dtype)
+    whole, lost = _energies(state, products)
     packed = PackedWeight(
         scheme(bits),
         state.found.T.contiguous(),
@@ -181,13 +196,14 @@ def _feed_back(state: _State, factor: Tensor, spreads: Tensor) -> None:
                 carried[last - start :].addmm_(factor[first:last, last:stop].T, state.error[first:last])
 
 
-def _again(state: _State, hessian: Tensor, ridge: float) -> None:
+def _again(state: _State, products: _Products, hessian: Tensor, ridge: float) -> None:
     """One pass over the columns of tiles, each encoded anew where that makes the layer's error smaller.
 
-    What all columns add to the slopes of a block of them is one product; what one changes is added for those behind it.
+    What one changes is added for those behind it in its block, and what a block changes in one product for all.
     """
     for start, stop in spans(0, len(state.columns), BLOCK):
-        slopes = hessian[start:stop] @ state.error
+        slopes = products.error(state, slice(start, stop))
+        levels = state.found[start:stop].float()
         with torch_threads(1):
             for first, last in spans(start, stop, TILE):
                 before = state.error[first:last].clone()
@@ -195,6 +211,7 @@ def _again(state: _State, hessian: Tensor, ridge: float) -> None:
                 _encode_again(state, own, ridge, first, slopes[first - start : last - start])
                 change = state.error[first:last] - before
                 slopes[last - start :].addmm_(hessian[last:stop, first:last], change)
+        products.found.addmm_(hessian[:, start:stop], state.found[start:stop].float().sub_(levels))
 
 
 def _encode_again(state: _State, own: Tensor, ridge: float, first: int, slopes: Tensor) -> None:
@@ -226,12 +243,30 @@ def _encode_again(state: _State, own: Tensor, ridge: float, first: int, slopes: 
     state.take(number, tiles, found)
 
 
-def _refit(state: _State, hessian: Tensor, ridge: float, dtype: torch.dtype) -> None:
+def _refit(state: _State, products: _Products, ridge: float, dtype: torch.dtype) -> None:
     """The scale of each row of which least error follows: with levels q it is q H wᵀ / q H qᵀ."""
-    values = state.found.float()
-    product = hessian @ values + ridge * values
-    squares = (values * product).sum(dim=0)
-    best = (state.columns * product).sum(dim=0) / squares
+    squares, wanted = torch.zeros_like(state.scale), torch.zeros_like(state.scale)
+    for here in _pieces(state):
+        values = state.found[here].float()
+        product = torch.add(products.found[here], values, alpha=ridge)
+        squares += (values * product).sum(dim=0)
+        wanted += (state.columns[here] * product).sum(dim=0)
+    best = wanted / squares
     usable = (squares > 0) & (best > 0)
     state.scale = torch.where(usable, round_scale(torch.where(usable, best, state.scale), dtype), state.scale)
-    torch.addcmul(state.columns, values, state.scale, value=-1, out=state.error)
+    for here in _pieces(state):
+        torch.addcmul(state.columns[here], state.found[here].float(), state.scale, value=-1, out=state.error[here])
+
+
+def _energies(state: _State, products: _Products) -> tuple[float, float]:
+    """tr(W H Wᵀ) and tr(E H Eᵀ)."""
+    whole = lost = 0.0
+    for here in _pieces(state):
+        whole += float((state.columns[here] * products.columns[here]).sum(dtype=torch.float64))
+        lost += float((state.error[here] * products.error(state, here)).sum(dtype=torch.float64))
+    return whole, lost
+
+
+def _pieces(state: _State) -> list[slice]:
+    """The inputs in blocks: no copy is as large as the layer."""
+    return [slice(*span) for span in spans(0, len(state.columns), 4 * BLOCK)]
