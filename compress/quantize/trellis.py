@@ -82,6 +82,19 @@ class _Products:
         return torch.addcmul(self.columns[here], self.found[here], state.scale, value=-1)
 
 
+@dataclass(frozen=True)
+class _Corner:
+    """What the inputs of one tile column have of H among themselves, B = their part of H and the ridge = M D Mᵀ.
+
+    part  B (C, C).   factor  M.   spreads  D (C,).   solve  D⁻¹ M⁻¹.
+    """
+
+    part: Tensor
+    factor: Tensor
+    spreads: Tensor
+    solve: Tensor
+
+
 def quantize_together(
     weights: Sequence[Tensor],
     hessian: Tensor,
@@ -106,7 +119,20 @@ def quantize_together(
     for name, tensor in (*(("the weight", weight) for weight in weights), ("the Hessian", hessian)):
         expect_finite(name, tensor)
     factor, spreads, ridge = factorize(hessian, None, damping)
-    return [_quantize(weight, hessian, bits, dtype, factor, spreads, ridge, passes) for weight in weights]
+    corners = _corners(hessian, ridge) if passes else []
+    return [_quantize(weight, hessian, bits, dtype, factor, spreads, ridge, corners, passes) for weight in weights]
+
+
+def _corners(hessian: Tensor, ridge: float) -> list[_Corner]:
+    """Of each tile column."""
+    found = []
+    for first, last in spans(0, len(hessian), TILE):
+        part = hessian[first:last, first:last].clone()
+        part.diagonal().add_(ridge)
+        factor, spreads, _ = factorize(part, None, 0.0)
+        solve = torch.linalg.solve_triangular(factor, torch.eye(len(part)), upper=True, unitriangular=True)
+        found.append(_Corner(part, factor, spreads, solve / spreads.unsqueeze(1)))
+    return found
 
 
 def _quantize(
@@ -117,6 +143,7 @@ def _quantize(
     factor: Tensor,
     spreads: Tensor,
     ridge: float,
+    corners: Sequence[_Corner],
     passes: int,
 ) -> Rounded:
     columns = weight.float().T.contiguous()
@@ -125,7 +152,7 @@ def _quantize(
     products = _Products(hessian @ columns, hessian @ state.found.float())
     for _ in range(passes):
         _refit(state, products, ridge, dtype)
-        _again(state, products, hessian, ridge)
+        _again(state, products, hessian, ridge, corners)
     _refit(state, products, ridge, dtype)
     whole, lost = _energies(state, products)
     packed = PackedWeight(
@@ -163,14 +190,14 @@ def _reach(columns: Tensor, factor: Tensor, spreads: Tensor, bits: int, dtype: t
     """
     n, scale = columns.shape[1], row_scale(columns, LEVELS[bits], dtype)
     tiles = -(-n // TILE)
-    some = [i for tile in range(0, tiles, -(-tiles // _JUDGES)) for i in range(tile * TILE, min(n, (tile + 1) * TILE))]
-    part, own = columns[:, some].contiguous(), scale[some]
-    losses = []
-    for reach in _REACHES:
-        state = _start(part, bits, round_scale(own * reach, dtype))
-        _feed_back(state, factor, spreads)
-        losses.append(float(((factor.T @ state.error).square_() * spreads.unsqueeze(1)).sum()))
-    return round_scale(scale * _REACHES[losses.index(min(losses))], dtype)
+    judges = range(0, tiles, -(-tiles // _JUDGES))
+    some = [min(tile * TILE + i, n - 1) for tile in judges for i in range(TILE)]
+    # All sizes side by side, as if they were more outputs; whole tiles, so that none has outputs of two sizes.
+    scales = torch.cat([round_scale(scale[some] * reach, dtype) for reach in _REACHES])
+    state = _start(columns[:, some].repeat(1, len(_REACHES)), bits, scales)
+    _feed_back(state, factor, spreads)
+    losses = ((factor.T @ state.error).square_() * spreads.unsqueeze(1)).sum(dim=0).view(len(_REACHES), -1).sum(dim=1)
+    return round_scale(scale * _REACHES[int(losses.argmin())], dtype)
 
 
 def _start(columns: Tensor, bits: int, scale: Tensor) -> _State:
@@ -196,49 +223,43 @@ def _feed_back(state: _State, factor: Tensor, spreads: Tensor) -> None:
                 carried[last - start :].addmm_(factor[first:last, last:stop].T, state.error[first:last])
 
 
-def _again(state: _State, products: _Products, hessian: Tensor, ridge: float) -> None:
-    """One pass over the columns of tiles, each encoded anew where that makes the layer's error smaller.
+def _again(state: _State, products: _Products, hessian: Tensor, ridge: float, corners: Sequence[_Corner]) -> None:
+    """One pass over the columns of tiles, each encoded anew where that makes the layer's error under H + ridge smaller.
 
     What one changes is added for those behind it in its block, and what a block changes in one product for all.
     """
     for start, stop in spans(0, len(state.columns), BLOCK):
-        slopes = products.error(state, slice(start, stop))
+        slopes = products.error(state, slice(start, stop)).add_(state.error[start:stop], alpha=ridge)
         levels = state.found[start:stop].float()
         with torch_threads(1):
             for first, last in spans(start, stop, TILE):
                 before = state.error[first:last].clone()
-                own = hessian[first:last, first:last]
-                _encode_again(state, own, ridge, first, slopes[first - start : last - start])
+                number = first // TILE
+                _encode_again(state, corners[number], number, slopes[first - start : last - start])
                 change = state.error[first:last] - before
                 slopes[last - start :].addmm_(hessian[last:stop, first:last], change)
         products.found.addmm_(hessian[:, start:stop], state.found[start:stop].float().sub_(levels))
 
 
-def _encode_again(state: _State, own: Tensor, ridge: float, first: int, slopes: Tensor) -> None:
-    """The tiles of the columns from `first` on, anew.
+def _encode_again(state: _State, corner: _Corner, number: int, slopes: Tensor) -> None:
+    """The tiles of a column, anew.
 
-    own     (C, C): their part of H.
-    slopes  (C, N): Σ e_i H_ij of all columns i.
+    slopes  (C, N): Σ e_i (H + ridge)_ij of all columns i; it is changed.
 
-    With g the slopes less their own columns' part the error is (e + u) B (e + u)ᵀ and a constant, B the columns' own
-    part of H and u B = g. With B = M D Mᵀ it is Σ_j D_j ((e M)_j + c_j)², where c = u M solves c D Mᵀ = g.
+    With g the slopes less their own columns' part the error is (e + u) B (e + u)ᵀ and a constant, where u B = g. With
+    B = M D Mᵀ it is Σ_j D_j ((e M)_j + c_j)², where c = u M solves c D Mᵀ = g.
     """
-    number, here = first // TILE, slice(first, first + len(own))
-    elsewhere = torch.addmm(slopes, own, state.error[here], alpha=-1)
-    own = own.clone()
-    own.diagonal().add_(ridge)
-    corner, spreads, _ = factorize(own, None, 0.0)
-    carried = torch.linalg.solve_triangular(corner, elsewhere, upper=True, unitriangular=True) / spreads.unsqueeze(1)
-    tiles, found = state.encode(number, carried, corner, spreads)
-    error = state.columns[here] - found.float() * state.scale
-    old, new = (
-        (corner.T @ errors + carried).square_().mul_(spreads.unsqueeze(1)).sum(dim=0)
-        for errors in (state.error[here], error)
-    )
-    rows = torch.nn.functional.pad(new - old, (0, -len(new) % TILE)).view(-1, TILE).sum(dim=1)
+    here = slice(number * TILE, number * TILE + len(slopes))
+    error = state.error[here]
+    elsewhere = slopes.addmm_(corner.part, error, alpha=-1)
+    tiles, found = state.encode(number, corner.solve @ elsewhere, corner.factor, corner.spreads)
+    # By e → e + d the error grows by d B (2 e + d)ᵀ + 2 d gᵀ.
+    change = (state.found[here].float() - found.float()).mul_(state.scale)
+    growth = (change * torch.addmm(elsewhere, corner.part, torch.add(change, error, alpha=2), beta=2)).sum(dim=0)
+    rows = torch.nn.functional.pad(growth, (0, -len(growth) % TILE)).view(-1, TILE).sum(dim=1)
     worse = rows >= 0
     tiles[worse] = state.tiles[worse, number]
-    kept = worse.repeat_interleave(TILE)[: len(new)]
+    kept = worse.repeat_interleave(TILE)[: len(growth)]
     found[:, kept] = state.found[here][:, kept]
     state.take(number, tiles, found)
 
