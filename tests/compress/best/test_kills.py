@@ -37,8 +37,9 @@ def check(found: dict[str, Any], kills: int) -> None:
     assert len(found["kills"]) == kills and found["steps"] > 100
 
 
-def test_killed_three_times(killed: Drive) -> None:
-    found = killed("size", wanted=1, chain=3)
+@pytest.mark.parametrize("chain", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_killed_and_resumed(killed: Drive, chain: int) -> None:
+    found = killed("size", wanted=1, chain=chain)
     check(found, 1)
     assert found["kills"][0]["killed"]
 

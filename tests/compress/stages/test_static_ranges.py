@@ -45,6 +45,7 @@ def is_a_shrunk(searched: Ranges, whole: Ranges) -> bool:
     return len(parts) == 7 and all(part <= 50.25 and abs(part - round(part)) < 0.25 for part in parts)
 
 
+@pytest.mark.slow
 def test_each_observer_has_ranges_of_its_own(ranges: Callable[..., tuple[Ranges, float]]) -> None:
     found = {observer: ranges(default_pair()[0], observer) for observer in OBSERVERS}
     scales = {observer: one for observer, (one, _) in found.items()}

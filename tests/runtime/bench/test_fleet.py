@@ -176,14 +176,14 @@ def _written(figures: Figures, fleet: Fleet) -> Together:
 @pytest.mark.parametrize(
     ("replicas", "pace", "crowd"),
     [
-        (1, 2.0, 1.3),
         (1, 0.6, 1.7),
-        (2, 1.0, 1.0),
         (2, 2.0, 1.3),
-        (2, 0.6, 1.7),
         (2, 1.1, 0.9),
-        (3, 2.0, 1.3),
         (3, 0.6, 1.7),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, 2.0, 1.3), (2, 1.0, 1.0), (2, 0.6, 1.7), (3, 2.0, 1.3))
+        ),
     ],
 )
 def test_pace_and_crowd_are_found_again(replicas: int, pace: float, crowd: float) -> None:

@@ -316,8 +316,16 @@ def test_a_tree_beside_a_chain_in_one_batch(tiny: Tiny, text: Text, native_path:
         assert torch.equal(made.forward(torch.cat(ids), both, cache).logits, torch.cat(parts))
 
 
-@pytest.mark.parametrize("kind", ["int4", "int3"])
-@pytest.mark.parametrize("family", ["llama", "deepseek_v2", "gemma4_text"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("llama", "int4"),
+        ("llama", "int3"),
+        ("deepseek_v2", "int3"),
+        ("gemma4_text", "int4"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("deepseek_v2", "int4"), ("gemma4_text", "int3"))),
+    ],
+)
 def test_caches_in_a_basis_have_the_references_bits(
     tiny: Tiny, text: Text, tmp_path: Path, native_path: str, kind: CacheKind, family: str
 ) -> None:

@@ -77,10 +77,11 @@ def test_bits_are_the_same_at_every_width(tiny: Tiny, text: Text, whole: Whole, 
     for width in (1, 3, 8, 13):
         cache = decoder.new_cache()
         handle = cache.open(80)
-        for start in range(0, 80, width):
-            count = min(width, 80 - start)
-            out = decoder.forward(tokens[start : start + count], Rows.chains([(handle, start, count)]), cache)
-            assert torch.equal(out.logits, want[start : start + count]), f"width {width} at {start}"
+        # Single rows past the window of 40 alone: they are most of the forwards.
+        starts = [0, *range(48, 80)] if width == 1 else list(range(0, 80, width))
+        for start, stop in zip(starts, [*starts[1:], 80], strict=True):
+            out = decoder.forward(tokens[start:stop], Rows.chains([(handle, start, stop - start)]), cache)
+            assert torch.equal(out.logits, want[start:stop]), f"width {width} at {start}"
 
 
 @pytest.mark.usefixtures("torch_threads")

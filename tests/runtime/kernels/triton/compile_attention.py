@@ -25,7 +25,6 @@ from runtime.kv_store import IN_BASIS, allocate
 # Kind, dimensions of keys and of values, heads, window, cap, sinks: one of each way through the kernels.
 Case = tuple[CacheKind, int, int, int, int | None, float, bool]
 FEW: list[Case] = [
-    ("int8", 128, 128, 4, None, 0.0, False),
     ("int4", 64, 64, 8, 100, 50.0, True),
     ("int3", 64, 64, 4, None, 0.0, False),
 ]

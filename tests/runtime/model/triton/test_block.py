@@ -12,9 +12,10 @@ from runtime.speculate import CacheOptions
 from runtime.speculative.drafters.block import BlockDrafter
 from runtime.speculative.drafters.block_network import load_network
 from tests.conftest import write_block
+from tests.slices import often
 
 
-@pytest.mark.parametrize("frequent", [0, 64])
+@pytest.mark.parametrize("frequent", often([0, 64], 64))
 def test_texts_are_those_of_plain_decoding(
     small: Callable[..., Path], device: str, longer: int, frequent: int, tmp_path: Path
 ) -> None:

@@ -46,10 +46,11 @@ def texts(target: Model, drafter: Any, prompts: list[list[int]], sampling: Sampl
     return [result.tokens for result in results], sum(result.metrics.rounds for result in results)
 
 
+PLANS = [TreeShape((2, 1, 1)), Growth(depth=2, width=2, branch=2)]
 SAMPLINGS = [Sampling(), Sampling(temperature=0.8, top_k=50, top_p=0.95, seed=5)]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "coupled"])
+@pytest.mark.parametrize("sampling", often(SAMPLINGS, SAMPLINGS[1]), ids=["greedy", "coupled"])
 def test_every_drafter_leaves_the_text_as_it_is(target: Model, draft: Model, sampling: Sampling) -> None:
     prompts = [[7, 300, 12, 9], [3, 4, 3]]
     plain, rounds = texts(target, None, prompts, sampling)
@@ -59,7 +60,7 @@ def test_every_drafter_leaves_the_text_as_it_is(target: Model, draft: Model, sam
     assert texts(target, TreeDrafter(draft), prompts[:1], sampling)[0] == plain[:1]
 
 
-@pytest.mark.parametrize("plan", [TreeShape((2, 1, 1)), Growth(depth=2, width=2, branch=2)], ids=["static", "dynamic"])
+@pytest.mark.parametrize("plan", often(PLANS, PLANS[1]), ids=["static", "dynamic"])
 def test_trees_are_read_once_a_level(draft: Model, plan: TreeShape | Growth, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trees that reading all logits gives, which penalties still need."""
     read: list[int] = []
@@ -84,7 +85,7 @@ def test_trees_are_read_once_a_level(draft: Model, plan: TreeShape | Growth, mon
     assert [(made.tokens, made.parents) for made in here] == [(made.tokens, made.parents) for made in by_host]
 
 
-@pytest.mark.parametrize("right", [1.0, 0.0])
+@pytest.mark.parametrize("right", often([1.0, 0.0], 1.0))
 def test_an_oracle_on_the_device(target: Model, draft: Model, right: float) -> None:
     """The draft's chains run on the device, and what is verified there are the oracle's tokens."""
     prompts = [[7, 300, 12, 9], [3, 4, 3]]
