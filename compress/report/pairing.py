@@ -237,7 +237,7 @@ def _row(name: str, one: Timed, plain: Timed, widths: Mapping[int, float], why: 
         acceptance_rate=one.overall.acceptance_rate,
         tokens_per_round=one.typical.tokens_per_round,
         draft_length=costs.draft_length if drafts else None,
-        predicted_speedup=costs.speedup,
+        predicted_speedup=costs.speedup if drafts else None,
         tokens_compared=compared if drafts else None,
         mismatches=mismatches if drafts else None,
         why=why,
