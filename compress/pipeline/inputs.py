@@ -47,7 +47,7 @@ def open_inputs(context: RunContext) -> RunInputs:
         from compress.tasks.evaluate import require_tasks
 
         require_tasks(context.tasks, None if context.task_folder is None else Path(context.task_folder))
-    # Before what takes longest, the model's classes: a path that does not exist is told in a second or two.
+    # Before the model's classes, whose import takes longest: a path that does not exist is told at once.
     corpus = _corpus(context.calib, target)
     structure = read_structure(target.path)
     _check_speed(context, draft is not None, any(map(structure.is_draft_head, target.checkpoint.names())))
