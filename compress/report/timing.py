@@ -1,9 +1,8 @@
 """Several ways of decoding the same prompts, timed in turns, and what their texts have in common."""
 
 import random
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -45,24 +44,24 @@ class Timed:
 
         Other repeats can differ: where γ is chosen, the first one tries drafts that the later ones do without.
         """
-        return total([sorted(runs, key=lambda m: m.seconds)[(len(runs) - 1) // 2] for runs in self._by_prompt])
+        by_prompt = zip(*self.metrics, strict=True)
+        return total([sorted(runs, key=lambda m: m.seconds)[(len(runs) - 1) // 2] for runs in by_prompt])
 
     @property
     def seconds(self) -> float:
         """Of all prompts once: of each its median over the repeats (the lower of two), so that what disturbed some of
         them counts for nothing."""
-        return self._typical(lambda m: m.seconds)
+        return self.typical.seconds
 
     @property
     def tokens_per_second(self) -> float | None:
         """Over all the time, the prompts' included."""
-        return _rate(sum(m.new_tokens for m in self.metrics[0]), self.seconds)
+        return self.typical.tokens_per_second
 
     @property
     def decode_tokens_per_second(self) -> float | None:
         """Tokens gained in rounds over the time of the rounds."""
-        spent = self._typical(lambda m: m.seconds - m.prompt_seconds)
-        return _rate(sum(m.gained for m in self.metrics[0]), spent)
+        return self.typical.decode_tokens_per_second
 
     def only(self, places: Sequence[int]) -> "Timed":
         """The same of some of the prompts."""
@@ -78,17 +77,6 @@ class Timed:
             "decode_tokens_per_second": self.decode_tokens_per_second,
         }
         return Decoding(**{**self.overall.report(), **rates, "energy_j": None})
-
-    def _typical(self, seconds: Callable[[Metrics], float]) -> float:
-        return sum(statistics.median_low(map(seconds, runs)) for runs in self._by_prompt)
-
-    @property
-    def _by_prompt(self) -> list[tuple[Metrics, ...]]:
-        return list(zip(*self.metrics, strict=True))
-
-
-def _rate(tokens: int, seconds: float) -> float | None:
-    return tokens / seconds if tokens and seconds > 0 else None
 
 
 def time_interleaved(ways: Mapping[str, Speculator], work: Work, progress: Progress) -> dict[str, Timed]:
