@@ -17,13 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.quantize.gptq import Rounded, factorize
+from compress.quantize.gptq import Rounded, factorize, output_energy
 from compress.quantize.grid import expect_finite
 from compress.quantize.refine import BLOCK, spans
 from runtime.devices import torch_threads
 from runtime.formats.packed import PackedWeight, Tiles
-from runtime.formats.tensors import round_scale
-from runtime.formats.trellis import LEVELS, TILE, empty_tiles, row_scale, scheme
+from runtime.formats.trellis import LEVELS, TILE, empty_tiles, row_scale, scheme, stored_scale
 from runtime.native.trellis import encode_tiles
 
 # Sizes of levels over that of the weights, of which the best is taken, by so many tiles of outputs.
@@ -51,35 +50,13 @@ class _State:
     scale: Tensor
     threads: int
 
-    def encode(self, number: int, carried: Tensor, corner: Tensor, spreads: Tensor) -> tuple[Tensor, Tensor]:
-        """New sequences of tile column `number` and their levels (C, N); `carried` (C, N) is added to its weights."""
-        some = self.columns[number * TILE : (number + 1) * TILE]
-        found = torch.empty(some.shape, dtype=torch.int8)
-        tiles = torch.empty(len(self.tiles), self.tiles.shape[2], dtype=torch.uint8)
-        given = (self.levels, some, carried, self.scale, corner, spreads)
-        encode_tiles(self.bits, *given, tiles, found, threads=self.threads)
-        return tiles, found
-
-    def take(self, number: int, tiles: Tensor, found: Tensor) -> None:
-        """Takes them."""
+    def encode(self, number: int, carried: Tensor, corner: Tensor, spreads: Tensor, again: bool = False) -> None:
+        """Tile column `number`; `carried` (C, N) is added to its weights. `again`: see encode_tiles."""
         here = slice(number * TILE, (number + 1) * TILE)
-        self.tiles[:, number], self.found[here] = tiles, found
-        torch.addcmul(self.columns[here], found.float(), self.scale, value=-1, out=self.error[here])
-
-
-@dataclass(frozen=True)
-class _Products:
-    """H times what a layer has, (K, N) float32 each: what passes over all columns would else multiply anew.
-
-    columns  H Wᵀ.   found  H times the levels, kept up with them.
-    """
-
-    columns: Tensor
-    found: Tensor
-
-    def error(self, state: _State, here: slice) -> Tensor:
-        """H Eᵀ of the inputs `here`."""
-        return torch.addcmul(self.columns[here], self.found[here], state.scale, value=-1)
+        given = (self.levels, self.columns[here], carried, self.scale, corner, spreads)
+        there = (self.tiles[:, number], self.found[here])
+        encode_tiles(self.bits, *given, *there, again=again, threads=self.threads)
+        torch.addcmul(self.columns[here], self.found[here].float(), self.scale, value=-1, out=self.error[here])
 
 
 @dataclass(frozen=True)
@@ -149,12 +126,10 @@ def _quantize(
     columns = weight.float().T.contiguous()
     state = _start(columns, bits, _reach(columns, factor, spreads, bits, dtype))
     _feed_back(state, factor, spreads)
-    products = _Products(hessian @ columns, hessian @ state.found.float())
+    product = hessian @ state.error
     for _ in range(passes):
-        _refit(state, products, ridge, dtype)
-        _again(state, products, hessian, ridge, corners)
-    _refit(state, products, ridge, dtype)
-    whole, lost = _energies(state, products)
+        _again(state, product, hessian, ridge, corners)
+    whole, lost = _refit(state, product, hessian, dtype)
     packed = PackedWeight(
         scheme(bits),
         state.found.T.contiguous(),
@@ -193,11 +168,11 @@ def _reach(columns: Tensor, factor: Tensor, spreads: Tensor, bits: int, dtype: t
     judges = range(0, tiles, -(-tiles // _JUDGES))
     some = [min(tile * TILE + i, n - 1) for tile in judges for i in range(TILE)]
     # All sizes side by side, as if they were more outputs; whole tiles, so that none has outputs of two sizes.
-    scales = torch.cat([round_scale(scale[some] * reach, dtype) for reach in _REACHES])
+    scales = torch.cat([stored_scale(scale[some] * reach, dtype) for reach in _REACHES])
     state = _start(columns[:, some].repeat(1, len(_REACHES)), bits, scales)
     _feed_back(state, factor, spreads)
     losses = ((factor.T @ state.error).square_() * spreads.unsqueeze(1)).sum(dim=0).view(len(_REACHES), -1).sum(dim=1)
-    return round_scale(scale * _REACHES[int(losses.argmin())], dtype)
+    return stored_scale(scale * _REACHES[int(losses.argmin())], dtype)
 
 
 def _start(columns: Tensor, bits: int, scale: Tensor) -> _State:
@@ -210,84 +185,56 @@ def _start(columns: Tensor, bits: int, scale: Tensor) -> _State:
 def _feed_back(state: _State, factor: Tensor, spreads: Tensor) -> None:
     """The first sequences, column of tiles after column.
 
-    What is carried to a block of them is one product; what its own columns leave is added one by one, by one thread:
-    torch's others wait busily after each product, and the encoder's threads want their cores.
+    What a block of them leaves is carried on in one product; what its own columns leave is added one by one, by one
+    thread: torch's others wait busily after each product, and the encoder's threads want their cores.
     """
+    carried = torch.zeros_like(state.error)
     for start, stop in spans(0, len(state.columns), BLOCK):
-        carried = factor[:start, start:stop].T @ state.error[:start]
         with torch_threads(1):
             for first, last in spans(start, stop, TILE):
-                own = carried[first - start : last - start]
-                found = state.encode(first // TILE, own, factor[first:last, first:last], spreads[first:last])
-                state.take(first // TILE, *found)
-                carried[last - start :].addmm_(factor[first:last, last:stop].T, state.error[first:last])
+                own = carried[first:last]
+                state.encode(first // TILE, own, factor[first:last, first:last], spreads[first:last])
+                carried[last:stop].addmm_(factor[first:last, last:stop].T, state.error[first:last])
+        carried[stop:].addmm_(factor[start:stop, stop:].T, state.error[start:stop])
 
 
-def _again(state: _State, products: _Products, hessian: Tensor, ridge: float, corners: Sequence[_Corner]) -> None:
+def _again(state: _State, product: Tensor, hessian: Tensor, ridge: float, corners: Sequence[_Corner]) -> None:
     """One pass over the columns of tiles, each encoded anew where that makes the layer's error under H + ridge smaller.
 
-    What one changes is added for those behind it in its block, and what a block changes in one product for all.
+    product  (K, N): H Eᵀ, which is kept up with the error: what a column changes is added for those behind it in its
+             block, and what a block changes for all.
+
+    With g = Σ_i e_i (H + ridge)_ij of all inputs i but a tile column's own, the error is (e + u) B (e + u)ᵀ and a
+    constant, where u B = g. With B = M D Mᵀ that is Σ_j D_j ((e M)_j + c_j)², where c = u M solves c D Mᵀ = g.
     """
     for start, stop in spans(0, len(state.columns), BLOCK):
-        slopes = products.error(state, slice(start, stop)).add_(state.error[start:stop], alpha=ridge)
-        levels = state.found[start:stop].float()
+        before = state.error[start:stop].clone()
+        slopes = torch.add(product[start:stop], before, alpha=ridge)
         with torch_threads(1):
             for first, last in spans(start, stop, TILE):
-                before = state.error[first:last].clone()
-                number = first // TILE
-                _encode_again(state, corners[number], number, slopes[first - start : last - start])
-                change = state.error[first:last] - before
-                slopes[last - start :].addmm_(hessian[last:stop, first:last], change)
-        products.found.addmm_(hessian[:, start:stop], state.found[start:stop].float().sub_(levels))
+                corner, own = corners[first // TILE], before[first - start : last - start]
+                elsewhere = slopes[first - start : last - start].addmm_(corner.part, own, alpha=-1)
+                state.encode(first // TILE, corner.solve @ elsewhere, corner.factor, corner.spreads, again=True)
+                slopes[last - start :].addmm_(hessian[last:stop, first:last], state.error[first:last] - own)
+        product.addmm_(hessian[:, start:stop], before.neg_().add_(state.error[start:stop]))
 
 
-def _encode_again(state: _State, corner: _Corner, number: int, slopes: Tensor) -> None:
-    """The tiles of a column, anew.
+def _refit(state: _State, product: Tensor, hessian: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+    """Gives each row the scale of which least error follows; returns tr(W H Wᵀ) and tr(E H Eᵀ) with it.
 
-    slopes  (C, N): Σ e_i (H + ridge)_ij of all columns i; it is changed.
+    product  (K, N): H Eᵀ.
 
-    With g the slopes less their own columns' part the error is (e + u) B (e + u)ᵀ and a constant, where u B = g. With
-    B = M D Mᵀ it is Σ_j D_j ((e M)_j + c_j)², where c = u M solves c D Mᵀ = g.
+    With w = e + v and v the row as it is read back, the error of r v is w H wᵀ − 2 r w H vᵀ + r² v H vᵀ.
     """
-    here = slice(number * TILE, number * TILE + len(slopes))
-    error = state.error[here]
-    elsewhere = slopes.addmm_(corner.part, error, alpha=-1)
-    tiles, found = state.encode(number, corner.solve @ elsewhere, corner.factor, corner.spreads)
-    # By e → e + d the error grows by d B (2 e + d)ᵀ + 2 d gᵀ.
-    change = (state.found[here].float() - found.float()).mul_(state.scale)
-    growth = (change * torch.addmm(elsewhere, corner.part, torch.add(change, error, alpha=2), beta=2)).sum(dim=0)
-    rows = torch.nn.functional.pad(growth, (0, -len(growth) % TILE)).view(-1, TILE).sum(dim=1)
-    worse = rows >= 0
-    tiles[worse] = state.tiles[worse, number]
-    kept = worse.repeat_interleave(TILE)[: len(growth)]
-    found[:, kept] = state.found[here][:, kept]
-    state.take(number, tiles, found)
-
-
-def _refit(state: _State, products: _Products, ridge: float, dtype: torch.dtype) -> None:
-    """The scale of each row of which least error follows: with levels q it is q H wᵀ / q H qᵀ."""
-    squares, wanted = torch.zeros_like(state.scale), torch.zeros_like(state.scale)
-    for here in _pieces(state):
-        values = state.found[here].float()
-        product = torch.add(products.found[here], values, alpha=ridge)
-        squares += (values * product).sum(dim=0)
-        wanted += (state.columns[here] * product).sum(dim=0)
-    best = wanted / squares
-    usable = (squares > 0) & (best > 0)
-    state.scale = torch.where(usable, round_scale(torch.where(usable, best, state.scale), dtype), state.scale)
-    for here in _pieces(state):
-        torch.addcmul(state.columns[here], state.found[here].float(), state.scale, value=-1, out=state.error[here])
-
-
-def _energies(state: _State, products: _Products) -> tuple[float, float]:
-    """tr(W H Wᵀ) and tr(E H Eᵀ)."""
-    whole = lost = 0.0
-    for here in _pieces(state):
-        whole += float((state.columns[here] * products.columns[here]).sum(dtype=torch.float64))
-        lost += float((state.error[here] * products.error(state, here)).sum(dtype=torch.float64))
-    return whole, lost
-
-
-def _pieces(state: _State) -> list[slice]:
-    """The inputs in blocks: no copy is as large as the layer."""
-    return [slice(*span) for span in spans(0, len(state.columns), 4 * BLOCK)]
+    whole = output_energy(state.columns, hessian)
+    cross, lost = torch.zeros_like(whole), torch.zeros_like(whole)
+    for first, last in spans(0, len(state.columns), 4 * BLOCK):
+        cross += (state.columns[first:last] * product[first:last]).sum(dim=0)
+        lost += (state.error[first:last] * product[first:last]).sum(dim=0)
+    shared, squares = whole - cross, whole - 2 * cross + lost
+    ratio = shared / squares
+    usable = torch.isfinite(ratio) & (ratio > 0)
+    scale = stored_scale(torch.where(usable, state.scale * ratio, state.scale).float(), dtype)
+    ratio = torch.where(state.scale > 0, scale / state.scale, 1.0).double()
+    state.scale = scale
+    return float(whole.sum()), float((whole - 2 * ratio * shared + ratio.square() * squares).sum())

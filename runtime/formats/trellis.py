@@ -40,6 +40,8 @@ BITS = (2, 3, 4)
 TILE = 16
 STATES = 256
 METHOD = "specpress-trellis"
+# The least scale, for rows of zeros: no level is 0, and every type of a scale has this number.
+LEAST = 2.0**-24
 
 
 def scheme(bits: int = 3) -> Scheme:
@@ -128,8 +130,12 @@ def random_weight(shape: tuple[int, int], bits: int, generator: torch.Generator)
 
 def row_scale(columns: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
     """(N,) float32 of `dtype`: the scale that gives levels the size of a row's weights; `columns` is (K, N) float32."""
-    size = columns.square().mean(dim=0).sqrt() / levels.float().square().mean().sqrt()
-    return round_scale(size, dtype)
+    return stored_scale(columns.square().mean(dim=0).sqrt() / levels.float().square().mean().sqrt(), dtype)
+
+
+def stored_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales (float32) as a file of `dtype` has them, LEAST or more. Raises ValueError where one overflows it."""
+    return round_scale(scale.clamp(min=LEAST), dtype)
 
 
 def empty_tiles(outputs: int, inputs: int, bits: int) -> Tensor:

@@ -13,6 +13,7 @@ constexpr int64_t TRELLIS_STATES = 256;  // states of eight bits; the upper one 
 struct TrellisTask {
     int64_t bits;             // 2, 3 or 4 a weight
     int64_t outputs, inputs;  // `inputs` of the column: 16 at most
+    int64_t again;            // whether `tiles` and `found` hold sequences already: replaced where one costs less
     int64_t stride;           // bytes from a tile to that of the next 16 outputs
     const int8_t* levels;     // [128]
     const float* weights;     // [inputs][outputs]

@@ -7,10 +7,15 @@
 // what the best one did there is taken for decided.
 //
 // The sequence is circular. A first lap, which goes a little beyond its end into its beginning again, finds the node at
-// which it shall close; the second starts and ends there.
+// which it shall close; the second starts and ends there. Where a tile has a sequence already, one lap starts and ends where
+// that one does.
 #include "trellis.h"
 
 #include <cstring>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+#include <utility>
 
 namespace SPECPRESS_PATH {
 
@@ -33,7 +38,52 @@ constexpr int LANES = 8;
 constexpr int LANES = 4;
 #endif
 typedef float Reals __attribute__((vector_size(4 * LANES)));
+typedef float Four __attribute__((vector_size(16)));
 typedef int32_t Whole __attribute__((vector_size(4 * LANES)));
+
+// Figures of two registers by constant places; compilers have names of their own for it.
+#if defined(__clang__)
+#define SPECPRESS_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SPECPRESS_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Whole{__VA_ARGS__})
+#endif
+using Lanes = std::make_integer_sequence<int, LANES>;
+
+// Figures of a and b by turns, from the lower and the upper halves; every second one of both, from the first and the next.
+template <int... I>
+Reals low(Reals a, Reals b, std::integer_sequence<int, I...>) {
+    return SPECPRESS_SHUFFLE(a, b, (I % 2 * LANES + I / 2)...);
+}
+template <int... I>
+Reals high(Reals a, Reals b, std::integer_sequence<int, I...>) {
+    return SPECPRESS_SHUFFLE(a, b, (I % 2 * LANES + I / 2 + LANES / 2)...);
+}
+template <int... I>
+Reals even(Reals a, Reals b, std::integer_sequence<int, I...>) {
+    return SPECPRESS_SHUFFLE(a, b, 2 * I...);
+}
+template <int... I>
+Reals odd(Reals a, Reals b, std::integer_sequence<int, I...>) {
+    return SPECPRESS_SHUFFLE(a, b, (2 * I + 1)...);
+}
+Reals low(Reals a, Reals b) { return low(a, b, Lanes{}); }
+Reals high(Reals a, Reals b) { return high(a, b, Lanes{}); }
+Reals even(Reals a, Reals b) { return even(a, b, Lanes{}); }
+Reals odd(Reals a, Reals b) { return odd(a, b, Lanes{}); }
+
+// SHARE figures over and over.
+template <int SHARE>
+Reals repeated(const float* from) {
+    if constexpr (SHARE == 1) return *from - Reals{};
+#if defined(__AVX512F__)
+    if constexpr (SHARE == 4) return _mm512_broadcast_f32x4(_mm_loadu_ps(from));
+#elif defined(__AVX2__)
+    if constexpr (SHARE == 4) return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(from));
+#endif
+    Reals found = {};
+    for (int l = 0; l < LANES; l++) found[l] = from[l % SHARE];
+    return found;
+}
 
 template <int BITS>
 class Encoder {
@@ -43,32 +93,33 @@ class Encoder {
             const float level = task.levels[s & 127];
             level_[s % CHILDREN][s / CHILDREN] = s & 128 ? -level : level;
         }
+        for (int a = 0; a < CHILDREN; a++)
+            for (int l = 0; l < LANES; l++) child_[a][l] = a;
+        for (int i = 0; i < TILE; i++) {
+            spreads_[i] = i < task.inputs ? task.spreads[i] : 0.0f;
+            std::memcpy(corner_[i], task.corner + i * TILE, sizeof(corner_[i]));
+        }
     }
 
     // Output tile `number`.
     void encode(int64_t number) {
         read(number);
-        std::memset(node_, 0, sizeof(node_));
-        lap(STEPS + BEYOND);
-        const int node = trace(STEPS + BEYOND - 1, STEPS) % NODES;
-        alignas(64) float only[NODES];
-        for (int q = 0; q < NODES; q++) only[q] = q == node ? 0.0f : NEVER;
-        by_child(only, node_);
+        // The first bits of a tile are those that its first state shares with its last.
+        const int node = task_.again ? task_.tiles[number * task_.stride] % NODES : closing();
+        for (int q = 0; q < NODES; q++) cost_[place(q)] = q == node ? 0.0f : NEVER;
         lap(STEPS);
-        int last = node * CHILDREN;
-        for (int a = 1; a < CHILDREN; a++)
-            if (cost_of(node * CHILDREN + a) < cost_of(last)) last = node * CHILDREN + a;
-        follow(last, STEPS - 1, 0);
-        write(number);
+        follow(node, STEPS - 1, 0);
+        if (!task_.again || is_better(number)) write(number);
     }
 
    private:
     // A state's node before it is its lower bits, the one after it the upper ones: SHARE nodes lead to each.
-    static constexpr int CHILDREN = 1 << BITS, NODES = STATES >> BITS, SHARE = NODES / CHILDREN;
-    static constexpr int WIDE = SHARE > LANES ? SHARE : LANES;
+    static constexpr int CHILDREN = 1 << BITS, NODES = STATES >> BITS, SHARE = NODES / CHILDREN, REGISTERS = NODES / LANES;
 
     static int output_of(int t) { return t % 64 / 4; }
     static int input_of(int t) { return t / 64 * 4 + t % 4; }
+    // Where figures of nodes have node q's: those that lead to one child are side by side.
+    static int place(int q) { return q % CHILDREN * SHARE + q / CHILDREN; }
 
     void read(int64_t number) {
         for (int o = 0; o < TILE; o++) {
@@ -84,87 +135,122 @@ class Encoder {
         }
     }
 
+    // The node at which the sequence shall close.
+    int closing() {
+        std::memset(cost_, 0, sizeof(cost_));
+        lap(STEPS + BEYOND);
+        return follow(best(), STEPS + BEYOND - 1, STEPS);
+    }
+
+    // Whether the states cost less than what the tile has.
+    bool is_better(int64_t number) const {
+        float before[TILE][TILE] = {}, now[TILE][TILE];
+        for (int o = 0; o < TILE && number * TILE + o < task_.outputs; o++)
+            for (int i = 0; i < task_.inputs; i++) before[o][i] = task_.found[i * task_.outputs + number * TILE + o];
+        for (int t = 0; t < STEPS; t++) now[output_of(t)][input_of(t)] = level_of(state_[t]);
+        return loss(now) < loss(before);
+    }
+
+    // What levels [outputs][inputs] cost.
+    float loss(const float (&levels)[TILE][TILE]) const {
+        float sum = 0.0f;
+        for (int o = 0; o < TILE; o++) {
+            if (scale_[o] == 0.0f) continue;
+            float error[TILE];
+            for (int i = 0; i < task_.inputs; i++) {
+                const float value = scale_[o] * levels[o][i];
+                float off = weight_[o][i] + carried_[o][i] - value;
+                for (int j = 0; j < i; j++) off += error[j] * corner_[j][i];
+                error[i] = weight_[o][i] - value;
+                sum += spreads_[i] * (off * off);
+            }
+        }
+        return sum;
+    }
+
     // Steps from the first on, four of an output at a time.
     void lap(int steps) {
-        for (int t = 0; t < steps; t += 4) step<0>(t), step<1>(t + 1), step<2>(t + 2), step<3>(t + 3);
-    }
-    // BEFORE: of the four weights of an output that stand side by side, those before t.
-    template <int BEFORE>
-    void step(int t) {
-        if (t) close<BEFORE>(t);
-        open<BEFORE>(t % STEPS, t);
-    }
-
-    // The better way into each node between t − 1 and t, and the errors that it has made of this output.
-    template <int BEFORE>
-    void close(int t) {
-        alignas(64) float best[NODES], error[3][NODES];
-        alignas(64) int32_t ways[NODES];
-        const Reals weight = Reals{} + (BEFORE ? weight_[output_of(t % STEPS)][input_of(t % STEPS) - 1] : 0.0f);
-        for (int q = 0; q < NODES; q += LANES) {
-            Reals least = reals(cost_[0] + q), errors[3];
-            Whole way = {};
-            for (int i = 0; i < BEFORE; i++) errors[i] = error_before<BEFORE>(weight, i, 0, q);
-            for (int a = 1; a < CHILDREN; a++) {
-                const Reals cost = reals(cost_[a] + q);
-                const Whole less = cost < least;
-                least = less ? cost : least;
-                way = less ? Whole{} + a : way;
-                for (int i = 0; i < BEFORE; i++) errors[i] = less ? error_before<BEFORE>(weight, i, a, q) : errors[i];
-            }
-            std::memcpy(best + q, &least, sizeof(least));
-            for (int i = 0; i < BEFORE; i++) std::memcpy(error[i] + q, &errors[i], sizeof(least));
-            std::memcpy(ways + q, &way, sizeof(way));
-        }
-        for (int q = 0; q < NODES; q++) from_[t][q] = static_cast<uint8_t>(ways[q]);
-        by_child(best, node_);
-        for (int i = 0; i < BEFORE; i++) by_child(error[i], node_error_[i]);
-    }
-
-    // What a survivor has made of this output's neighbour i: the last one's is that of its own level.
-    template <int BEFORE>
-    Reals error_before(Reals weight, int i, int a, int q) const {
-        return i == BEFORE - 1 ? weight - reals(value_[a] + q) : reals(older_[i] + a * WIDE + q % WIDE);
-    }
-
-    // Costs of weight t's states; `at`: the same, counted over both ends.
-    template <int BEFORE>
-    void open(int t, int at) {
-        const int o = output_of(t), i = input_of(t);
-        if (t % PART == 0 && t >= DECIDED) {
-            follow(trace(at - 1, at - 1), at - 1, at - DECIDED);
-            for (int s = at - DECIDED; s < at - DECIDED + PART; s++)
-                error_[output_of(s)][input_of(s)] = weight_[output_of(s)][input_of(s)] - scale_[output_of(s)] * level_of(state_[s]);
-        }
-        if (BEFORE == 0)
+        for (int t = 0; t < steps; t += 4) {
+            if (t % PART == 0 && t >= DECIDED && t < STEPS) decide(t);
+            const int o = output_of(t % STEPS), i = input_of(t % STEPS);
             for (int a = 0; a < CHILDREN; a++)
                 for (int q = 0; q < NODES; q++) value_[a][q] = scale_[o] * level_[a][q];
-        const float spread = i < task_.inputs && scale_[o] != 0.0f ? task_.spreads[i] : 0.0f;
-        float base = weight_[o][i] + carried_[o][i];
-        for (int j = 0; j < i - BEFORE; j++) base += error_[o][j] * task_.corner[j * TILE + i];
+            Four base = four(weight_[o] + i) + four(carried_[o] + i);
+            for (int before = 0; before < i; before++) base += error_[o][before] * four(corner_[before] + i);
+            step<0>(t, o, i, base[0]), step<1>(t + 1, o, i + 1, base[1]);
+            step<2>(t + 2, o, i + 2, base[2]), step<3>(t + 3, o, i + 3, base[3]);
+        }
+    }
+
+    // Takes what the best survivor before step t did DECIDED to DECIDED - PART steps before for what has been chosen.
+    void decide(int t) {
+        follow(best(), t - 1, t - DECIDED);
+        for (int s = t - DECIDED; s < t - DECIDED + PART; s++) {
+            const int o = output_of(s), i = input_of(s);
+            error_[o][i] = weight_[o][i] - scale_[o] * level_of(state_[s]);
+        }
+    }
+
+    // Of each node behind weight t, of output o and input i: the cheapest way there, and the errors that it has made of
+    // this output. BEFORE: of the four weights of an output that stand side by side, those before t; the last one's
+    // errors are nobody's. base: what the survivors' own errors are to be added to.
+    template <int BEFORE>
+    void step(int t, int o, int i, float base) {
+        constexpr int KEPT = BEFORE < 3 ? BEFORE + 1 : 0;
+        const float spread = scale_[o] != 0.0f ? spreads_[i] : 0.0f;
         alignas(64) float target[NODES];
         for (int n = 0; n < NODES; n++) target[n] = base;
         for (int j = 0; j < BEFORE; j++) {
-            const float by = task_.corner[(i - BEFORE + j) * TILE + i];
-            for (int n = 0; n < NODES; n++) target[n] += node_error_[j][n] * by;
+            const float by = corner_[i - BEFORE + j][i];
+            for (int n = 0; n < NODES; n++) target[n] += made_[j][n] * by;
         }
-        alignas(64) float wanted[CHILDREN * WIDE], so_far[CHILDREN * WIDE];
-        over_and_over(target, wanted), over_and_over(node_, so_far);
-        for (int j = 0; j < BEFORE; j++) over_and_over(node_error_[j], older_[j]);
-        for (int a = 0; a < CHILDREN; a++)
-            for (int q = 0; q < NODES; q += LANES) {
-                const int from = a * WIDE + q % WIDE;
-                const Reals off = reals(wanted + from) - reals(value_[a] + q);
-                const Reals cost = reals(so_far + from) + spread * (off * off);
-                std::memcpy(cost_[a] + q, &cost, sizeof(cost));
+        const Reals weight = weight_[o][i] - Reals{};
+        Reals costs[REGISTERS], made[3][REGISTERS];
+        Whole packed = {};
+        for (int k = 0; k < REGISTERS; k++) {
+            Reals least = {}, errors[3] = {};
+            Whole way = {};
+            const float *costs_before = cost_, *wanted = target, *made_before = made_[0];
+            // Else the compiler repeats all of them once, and keeps that on the stack.
+            asm("" : "+r"(costs_before), "+r"(wanted), "+r"(made_before));
+#pragma GCC unroll 16
+            for (int a = 0; a < CHILDREN; a++) {
+                const Reals value = reals(value_[a] + k * LANES), off = of_child(wanted, a, k) - value;
+                const Reals cost = of_child(costs_before, a, k) + spread * (off * off);
+                const Whole less = a ? cost < least : Whole{} - 1;
+                least = less ? cost : least;
+                way = less ? whole(child_[a]) : way;
+                for (int j = 0; j < KEPT; j++) {
+                    const Reals error = j < BEFORE ? of_child(made_before + j * NODES, a, k) : value;
+                    errors[j] = less ? error : errors[j];
+                }
             }
+            costs[k] = least;
+            for (int j = 0; j < KEPT; j++) made[j][k] = j < BEFORE ? errors[j] : weight - errors[j];
+            packed |= way << 8 * (k % 4);
+            if (k % 4 == 3 || k == REGISTERS - 1) {
+                std::memcpy(from_[t][k / 4], &packed, sizeof(packed));
+                packed = Whole{};
+            }
+        }
+        by_child(costs, cost_);
+        for (int j = 0; j < KEPT; j++) by_child(made[j], made_[j]);
     }
 
-    // Figures of nodes in the order in which `open` reads them: those of one last child side by side.
-    static void by_child(const float* nodes, float* to) {
-        for (int r = 0; r < SHARE; r++)
-            for (int a = 0; a < CHILDREN; a++) to[a * SHARE + r] = nodes[r * CHILDREN + a];
+    static Four four(const float* from) {
+        Four found;
+        std::memcpy(&found, from, sizeof(found));
+        return found;
     }
+
+    static Whole whole(const int32_t* from) {
+        Whole found;
+        std::memcpy(&found, from, sizeof(found));
+        return found;
+    }
+
+    // By registers: a copy of all of them at once would be read back before it is written.
+    static void store(Reals figures, float* to) { std::memcpy(to, &figures, sizeof(figures)); }
 
     static Reals reals(const float* from) {
         Reals found;
@@ -172,31 +258,47 @@ class Encoder {
         return found;
     }
 
-    // What SHARE nodes have, for all that they lead to: over and over, until a register is full.
-    static void over_and_over(const float* from, float* to) {
-        for (int a = 0; a < CHILDREN; a++)
-            for (int r = 0; r < WIDE; r++) to[a * WIDE + r] = from[a * SHARE + r % SHARE];
+    // What the nodes have that lead to child `a` of those of register `k`: over and over, until a register is full.
+    static Reals of_child(const float* nodes, int a, int k) {
+        if constexpr (SHARE >= LANES) return reals(nodes + a * SHARE + k * LANES % SHARE);
+        return repeated<SHARE>(nodes + a * SHARE);
     }
 
-    float cost_of(int state) const { return cost_[state % CHILDREN][state / CHILDREN]; }
+    // Figures of nodes in their order, to where `place` has them: an index's bits are turned, one of them a round.
+    static void by_child(Reals* nodes, float* to) {
+        constexpr int HALF = REGISTERS / 2;
+        for (int round = 1; round < (SHARE < CHILDREN ? SHARE : CHILDREN); round *= 2) {
+            Reals next[REGISTERS];
+            for (int k = 0; k < HALF; k++)
+                if constexpr (SHARE < CHILDREN)
+                    next[2 * k] = low(nodes[k], nodes[k + HALF]), next[2 * k + 1] = high(nodes[k], nodes[k + HALF]);
+                else
+                    next[k] = even(nodes[2 * k], nodes[2 * k + 1]), next[k + HALF] = odd(nodes[2 * k], nodes[2 * k + 1]);
+            for (int k = 0; k < REGISTERS; k++) nodes[k] = next[k];
+        }
+#pragma GCC unroll 16
+        for (int k = 0; k < REGISTERS; k++) store(nodes[k], to + k * LANES);
+    }
+
     float level_of(int state) const { return level_[state % CHILDREN][state / CHILDREN]; }
 
-    // The state at step `back` of the best survivor at step `from`, whose costs are at hand.
-    int trace(int from, int back) const {
-        int s = 0;
-        for (int i = 1; i < STATES; i++)
-            if (cost_of(i) < cost_of(s)) s = i;
-        for (int t = from; t > back; t--) s = s % NODES * CHILDREN + from_[t][s % NODES];
-        return s;
+    // The node at which the best survivor stands.
+    int best() const {
+        int q = 0;
+        for (int i = 1; i < NODES; i++)
+            if (cost_[place(i)] < cost_[place(q)]) q = i;
+        return q;
     }
 
-    // The states on the way to `s` at step `from`, down to step `back`.
-    void follow(int s, int from, int back) {
-        for (int t = from;; t--) {
+    // The states from step `back` to step `from` of the survivor at `node` behind it, and the node before them.
+    unsigned follow(unsigned node, int from, int back) {
+        for (int t = from; t >= back; t--) {
+            const unsigned k = node / LANES;
+            const unsigned s = node * CHILDREN + from_[t][k / 4][node % LANES][k % 4];
             state_[t] = static_cast<uint8_t>(s);
-            if (t == back) return;
-            s = s % NODES * CHILDREN + from_[t][s % NODES];
+            node = s % NODES;
         }
+        return node;
     }
 
     void write(int64_t number) const {
@@ -213,12 +315,14 @@ class Encoder {
     }
 
     const TrellisTask& task_;
-    // Of states: by the last child (the lower bits), then by the node after them. Of nodes: as by_child has them; older_: as
-    // over_and_over has them.
-    alignas(64) float level_[CHILDREN][NODES], value_[CHILDREN][NODES], cost_[CHILDREN][NODES];
-    alignas(64) float node_[NODES], node_error_[3][NODES], older_[3][CHILDREN * WIDE];
+    // Of states: by the last child (the lower bits), then by the node after them. Of nodes: where `place` has them.
+    alignas(64) float level_[CHILDREN][NODES], value_[CHILDREN][NODES], cost_[NODES], made_[3][NODES];
+    alignas(64) int32_t child_[CHILDREN][LANES];
+    float corner_[TILE][TILE], spreads_[TILE];
     float weight_[TILE][TILE], carried_[TILE][TILE], error_[TILE][TILE], scale_[TILE];
-    uint8_t from_[STEPS + BEYOND][NODES], state_[STEPS + BEYOND];
+    // The last children of the ways to nodes: byte k % 4 of a number is register k's.
+    alignas(64) uint8_t from_[STEPS + BEYOND][(REGISTERS + 3) / 4][LANES][4];
+    uint8_t state_[STEPS + BEYOND];
 };
 
 template <int BITS>

@@ -11,7 +11,7 @@ from compress.quantize.grid import Grid
 from runtime import native
 from runtime.devices import torch_threads
 from runtime.formats import dequantize, to_tensors
-from runtime.formats.trellis import BITS, decode
+from runtime.formats.trellis import BITS, decode, pack
 from runtime.native.trellis import encode_tiles
 
 pytestmark = pytest.mark.skipif(not native.usable("portable")[0], reason=native.usable("portable")[1])
@@ -71,13 +71,26 @@ def test_what_was_found_can_be_written(n: int, k: int) -> None:
     assert to_tensors(packed, "layer", torch.bfloat16)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_of_zeros_stay_as_good_as_zeros(dtype: torch.dtype) -> None:
+    """No level is 0, so the scale has to be next to nothing; rows beside them are as they would be without."""
+    weight, hessian = problem(48, 64)
+    weight[[3, 20, 21, 40]] = 0
+    (rounded,) = trellis.quantize_together([weight], hessian, 3, dtype)
+    found = dequantize(rounded.packed)
+    assert found[[3, 20, 21, 40]].abs().max() < 1e-5 and error_of(weight, found, hessian) < 0.13
+    assert rounded.error == pytest.approx(error_of(weight, found, hessian), rel=1e-3)
+    plain = dequantize(pack(weight, bits=3, scale_dtype=dtype))
+    assert plain[[3, 20, 21, 40]].abs().max() < 1e-5 and float((plain - weight).norm() / weight.norm()) < 0.15
+
+
 def test_together_is_as_alone_whatever_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     (one, hessian), (two, _) = problem(40, 64), problem(24, 64, 1)
     taken = set()
 
-    def watched(*args: Any, threads: int) -> None:
+    def watched(*args: Any, again: bool, threads: int) -> None:
         taken.add(threads)
-        encode_tiles(*args, threads=threads)
+        encode_tiles(*args, again=again, threads=threads)
 
     monkeypatch.setattr(trellis, "encode_tiles", watched)
     with torch_threads(3):

@@ -124,6 +124,45 @@ def test_feedback_without_any_error_left_is_none() -> None:
     assert torch.equal(tile["found"], wanted)
 
 
+def random_sequences(tile: dict[str, Tensor], bits: int, seed: int) -> None:
+    """Puts sequences there that nothing was fitted to."""
+    tile["tiles"] = torch.randint(0, 256, tile["tiles"].shape, dtype=torch.uint8, generator=generator(seed))
+    rows, inputs = tile["weights"].shape[1], len(tile["weights"])
+    tile["found"] = trellis.decode(tile["tiles"].unsqueeze(1), tile["levels"], bits, (rows, inputs)).T.contiguous()
+
+
+@pytest.mark.parametrize("bits", trellis.BITS)
+@pytest.mark.parametrize("seed", range(3))
+def test_encoding_again_takes_the_shortest_way_that_closes_where_the_old_one_does(bits: int, seed: int) -> None:
+    tile = one_tile(bits, seed)
+    random_sequences(tile, bits, seed + 10)
+    before, node = objective(tile), int(tile["tiles"][0, 0]) % (STATES >> bits)
+    encode_tiles(bits, **tile, again=True)
+    costs, sequence = costs_of(tile), int.from_bytes(bytes(tile["tiles"][0].tolist()), "little")
+    assert sequence % (STATES >> bits) == node
+    assert of_sequence(costs, bits, sequence) == pytest.approx(shortest(costs, bits, node), rel=1e-5)
+    assert objective(tile) == pytest.approx(shortest(costs, bits, node), rel=1e-4) and objective(tile) < 0.5 * before
+
+
+@pytest.mark.parametrize("bits", trellis.BITS)
+def test_encoding_again_keeps_what_costs_less(bits: int) -> None:
+    """Levels that no sequence has, and that leave no error, stay; those of one output tile more do not."""
+    corner = torch.triu(0.3 * torch.randn(13, 13, generator=generator(4)), 1) + torch.eye(13)
+    tile = one_tile(bits, 6, rows=40, inputs=13, corner=corner)
+    random_sequences(tile, bits, 7)
+    tile["found"][:, 16:32] = torch.randint(-127, 128, (13, 16), dtype=torch.int8, generator=generator(8))
+    tile["weights"][:, 16:32] = tile["found"][:, 16:32].float() * tile["scale"][16:32]
+    tile["carried"][:, 16:32] = 0
+    before = {name: tensor.clone() for name, tensor in tile.items()}
+    encode_tiles(bits, **tile, again=True)
+    assert torch.equal(tile["found"][:, 16:32], before["found"][:, 16:32])
+    assert torch.equal(tile["tiles"][1], before["tiles"][1])
+    assert not torch.equal(tile["tiles"][0], before["tiles"][0]) and not torch.equal(
+        tile["tiles"][2], before["tiles"][2]
+    )
+    assert objective(tile) < 0.5 * objective(before)
+
+
 def test_shapes_and_types_are_checked() -> None:
     tile = one_tile(2, 0)
     for name, value in itertools.chain(
@@ -144,7 +183,10 @@ def test_every_path_finds_the_same_sequences(bits: int) -> None:
     for path in paths:
         task = one_tile(bits, 3, rows=45, inputs=13, corner=corner)
         encode_tiles(bits, **task, path=path)
-        found.append((task["tiles"], task["found"]))
+        other = task | {"carried": -task["carried"], "tiles": task["tiles"].clone(), "found": task["found"].clone()}
+        encode_tiles(bits, **other, path=path, again=True)
+        assert not torch.equal(task["found"], other["found"])
+        found.append((task["tiles"], task["found"], other["tiles"], other["found"]))
     assert len(found) > 1 and len(torch.unique(found[0][1])) > 20
-    for tiles, levels in found[1:]:
-        assert torch.equal(tiles, found[0][0]) and torch.equal(levels, found[0][1])
+    for those in found[1:]:
+        assert all(torch.equal(one, first) for one, first in zip(those, found[0], strict=True))
