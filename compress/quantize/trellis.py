@@ -25,8 +25,10 @@ from runtime.formats.packed import PackedWeight, Tiles
 from runtime.formats.trellis import LEVELS, TILE, empty_tiles, row_scale, scheme, stored_scale
 from runtime.native.trellis import encode_tiles
 
-# Sizes of levels over that of the weights, of which the best is taken, by so many tiles of outputs.
+# Sizes of levels over that of the weights, of which the best is taken, by so many tiles of outputs. The usual ones are
+# tried first, and the others while an outer one is best.
 _REACHES = (1.0, 1.1, 1.2, 1.3, 1.45)
+_USUAL = (1, 2)
 _JUDGES = 8
 # How far a channel's factor may go from the others' middle: e to the power of this.
 _FARTHEST = 5.0
@@ -125,11 +127,14 @@ def _quantize(
 ) -> Rounded:
     columns = weight.float().T.contiguous()
     state = _start(columns, bits, _reach(columns, factor, spreads, bits, dtype))
-    _feed_back(state, factor, spreads)
-    product = hessian @ state.error
+    product = _feed_back(state, factor, spreads)
+    # H + ridge = M D Mᵀ, from the top down: what a block of rows is made of are those from itself on.
+    product.mul_(spreads.unsqueeze(1))
+    for start, stop in spans(0, len(columns), 4 * BLOCK):
+        product[start:stop] = factor[start:stop, start:] @ product[start:]
     for _ in range(passes):
         _again(state, product, hessian, ridge, corners)
-    whole, lost = _refit(state, product, hessian, dtype)
+    whole, lost = _refit(state, product.sub_(state.error, alpha=ridge), hessian, dtype)
     packed = PackedWeight(
         scheme(bits),
         state.found.T.contiguous(),
@@ -167,12 +172,18 @@ def _reach(columns: Tensor, factor: Tensor, spreads: Tensor, bits: int, dtype: t
     tiles = -(-n // TILE)
     judges = range(0, tiles, -(-tiles // _JUDGES))
     some = [min(tile * TILE + i, n - 1) for tile in judges for i in range(TILE)]
-    # All sizes side by side, as if they were more outputs; whole tiles, so that none has outputs of two sizes.
-    scales = torch.cat([stored_scale(scale[some] * reach, dtype) for reach in _REACHES])
-    state = _start(columns[:, some].repeat(1, len(_REACHES)), bits, scales)
-    _feed_back(state, factor, spreads)
-    losses = ((factor.T @ state.error).square_() * spreads.unsqueeze(1)).sum(dim=0).view(len(_REACHES), -1).sum(dim=1)
-    return stored_scale(scale * _REACHES[int(losses.argmin())], dtype)
+    losses: dict[int, float] = {}
+    best, asked = 0, _USUAL
+    while asked:
+        # All sizes side by side, as if they were more outputs; whole tiles, so that none has outputs of two sizes.
+        scales = torch.cat([stored_scale(scale[some] * _REACHES[i], dtype) for i in asked])
+        state = _start(columns[:, some].repeat(1, len(asked)), bits, scales)
+        _feed_back(state, factor, spreads)
+        lost = ((factor.T @ state.error).square_() * spreads.unsqueeze(1)).sum(dim=0).view(len(asked), -1).sum(dim=1)
+        losses |= zip(asked, lost.tolist(), strict=True)
+        best = min(losses, key=losses.__getitem__)
+        asked = tuple(i for i in (best - 1, best + 1) if 0 <= i < len(_REACHES) and i not in losses)
+    return stored_scale(scale * _REACHES[best], dtype)
 
 
 def _start(columns: Tensor, bits: int, scale: Tensor) -> _State:
@@ -182,8 +193,8 @@ def _start(columns: Tensor, bits: int, scale: Tensor) -> _State:
     return _State(bits, columns, columns.clone(), found, tiles, LEVELS[bits], scale, torch.get_num_threads())
 
 
-def _feed_back(state: _State, factor: Tensor, spreads: Tensor) -> None:
-    """The first sequences, column of tiles after column.
+def _feed_back(state: _State, factor: Tensor, spreads: Tensor) -> Tensor:
+    """The first sequences, column of tiles after column; returns Mᵀ Eᵀ (K, N).
 
     What a block of them leaves is carried on in one product; what its own columns leave is added one by one, by one
     thread: torch's others wait busily after each product, and the encoder's threads want their cores.
@@ -194,29 +205,32 @@ def _feed_back(state: _State, factor: Tensor, spreads: Tensor) -> None:
             for first, last in spans(start, stop, TILE):
                 own = carried[first:last]
                 state.encode(first // TILE, own, factor[first:last, first:last], spreads[first:last])
-                carried[last:stop].addmm_(factor[first:last, last:stop].T, state.error[first:last])
+                carried[first:stop].addmm_(factor[first:last, first:stop].T, state.error[first:last])
         carried[stop:].addmm_(factor[start:stop, stop:].T, state.error[start:stop])
+    return carried
 
 
 def _again(state: _State, product: Tensor, hessian: Tensor, ridge: float, corners: Sequence[_Corner]) -> None:
     """One pass over the columns of tiles, each encoded anew where that makes the layer's error under H + ridge smaller.
 
-    product  (K, N): H Eᵀ, which is kept up with the error: what a column changes is added for those behind it in its
-             block, and what a block changes for all.
+    product  (K, N): (H + ridge) Eᵀ, which is kept up with the error: what a column changes is added for those behind
+             it in its block, and what a block changes for all.
 
     With g = Σ_i e_i (H + ridge)_ij of all inputs i but a tile column's own, the error is (e + u) B (e + u)ᵀ and a
     constant, where u B = g. With B = M D Mᵀ that is Σ_j D_j ((e M)_j + c_j)², where c = u M solves c D Mᵀ = g.
     """
     for start, stop in spans(0, len(state.columns), BLOCK):
         before = state.error[start:stop].clone()
-        slopes = torch.add(product[start:stop], before, alpha=ridge)
+        slopes = product[start:stop].clone()
         with torch_threads(1):
             for first, last in spans(start, stop, TILE):
                 corner, own = corners[first // TILE], before[first - start : last - start]
                 elsewhere = slopes[first - start : last - start].addmm_(corner.part, own, alpha=-1)
                 state.encode(first // TILE, corner.solve @ elsewhere, corner.factor, corner.spreads, again=True)
                 slopes[last - start :].addmm_(hessian[last:stop, first:last], state.error[first:last] - own)
-        product.addmm_(hessian[:, start:stop], before.neg_().add_(state.error[start:stop]))
+        change = state.error[start:stop] - before
+        product.addmm_(hessian[:, start:stop], change)
+        product[start:stop].add_(change, alpha=ridge)
 
 
 def _refit(state: _State, product: Tensor, hessian: Tensor, dtype: torch.dtype) -> tuple[float, float]:

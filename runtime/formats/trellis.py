@@ -53,10 +53,11 @@ def scheme(bits: int = 3) -> Scheme:
 
 def states(tiles: Tensor, bits: int) -> Tensor:
     """(…, 256) uint8: the states of sequences (…, 32 · bits) uint8, in the order of the sequence."""
-    first = bits * torch.arange(TILE * TILE, device=tiles.device)
-    low = tiles[..., first // 8].to(torch.int32)
-    high = tiles[..., (first // 8 + 1) % tiles.shape[-1]].to(torch.int32)
-    return ((low | high << 8) >> (first % 8).to(torch.int32) & 255).to(torch.uint8)
+    low = tiles.to(torch.int32)
+    pairs = (low | low.roll(-1, dims=-1) << 8).unflatten(-1, (-1, bits))
+    # Eight states begin in so many bytes: each in one of them and, but for the first, in the next.
+    eight = [pairs[..., bits * t // 8] >> bits * t % 8 for t in range(8)]
+    return torch.stack(eight, dim=-1).to(torch.uint8).flatten(-2)
 
 
 def signed_levels(levels: Tensor) -> Tensor:
