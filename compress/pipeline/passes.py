@@ -27,8 +27,9 @@ from compress.model.plan import Plan, check_shared, make_plan
 from compress.model.source import Source
 from compress.model.structure import read_structure
 from compress.pipeline import rotated, sequential
+from compress.pipeline.allocator import release
 from compress.pipeline.inputs import RunInputs
-from compress.pipeline.sequential import BlockPlan, BlockResults, plan_blocks, release
+from compress.pipeline.sequential import BlockPlan, BlockResults, plan_blocks
 from compress.recipe import Recipe
 from compress.recipe.block_stages import Experts
 from compress.records import ExpertRecord, LayerRecord, LeftAlone

@@ -10,12 +10,10 @@
 7. Both are committed to the journal together, so that a killed run goes on here, and the memory is given back.
 """
 
-import ctypes
 import math
 import statistics as mathematics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any
@@ -35,6 +33,7 @@ from compress.errors import UserError
 from compress.model.block import Block, Statistics
 from compress.model.block_loader import BlockLoader
 from compress.model.plan import Plan
+from compress.pipeline.allocator import keep_freed, release
 from compress.pipeline.block_line import line
 from compress.progress import Note, Progress
 from compress.prune.depth import check_config, choose, influence
@@ -130,6 +129,7 @@ def run(
     note  is given a line after every block.
     Raises UserError for weights or activations that are not finite, naming them.
     """
+    keep_freed()
     pipeline = None if blocks is None else _BlockPipeline(plan, blocks, journal, note)
     short = Shortening(frozenset(), "") if pipeline is None else pipeline.drop_blocks(progress)
     count = len(plan.parts)
@@ -300,16 +300,6 @@ class _BlockPipeline:
         self.activations = None
         if following is not None:
             files.remove(self.journal.folder / activations.file_name(number))
-
-
-def release() -> None:
-    """Gives memory that is free back to the system: the allocator would keep it in pieces between blocks.
-
-    Blocks hold no reference cycles, so they are gone when their last name is; a garbage collection would take longer
-    than a small block.
-    """
-    with suppress(OSError, AttributeError):  # another C library has no such function
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _record(file: str, written: files.Written, records: Sequence[LayerRecord]) -> dict[str, Any]:

@@ -173,13 +173,14 @@ def _reach(columns: Tensor, factor: Tensor, spreads: Tensor, bits: int, dtype: t
     judges = range(0, tiles, -(-tiles // _JUDGES))
     some = [min(tile * TILE + i, n - 1) for tile in judges for i in range(TILE)]
     losses: dict[int, float] = {}
-    best, asked = 0, _USUAL
+    asked: tuple[int, ...] = _USUAL
+    best = asked[0]
     while asked:
         # All sizes side by side, as if they were more outputs; whole tiles, so that none has outputs of two sizes.
         scales = torch.cat([stored_scale(scale[some] * _REACHES[i], dtype) for i in asked])
         state = _start(columns[:, some].repeat(1, len(asked)), bits, scales)
-        _feed_back(state, factor, spreads)
-        lost = ((factor.T @ state.error).square_() * spreads.unsqueeze(1)).sum(dim=0).view(len(asked), -1).sum(dim=1)
+        left = _feed_back(state, factor, spreads)
+        lost = (left.square_() * spreads.unsqueeze(1)).sum(dim=0).view(len(asked), -1).sum(dim=1)
         losses |= zip(asked, lost.tolist(), strict=True)
         best = min(losses, key=losses.__getitem__)
         asked = tuple(i for i in (best - 1, best + 1) if 0 <= i < len(_REACHES) and i not in losses)
@@ -249,6 +250,6 @@ def _refit(state: _State, product: Tensor, hessian: Tensor, dtype: torch.dtype) 
     ratio = shared / squares
     usable = torch.isfinite(ratio) & (ratio > 0)
     scale = stored_scale(torch.where(usable, state.scale * ratio, state.scale).float(), dtype)
-    ratio = torch.where(state.scale > 0, scale / state.scale, 1.0).double()
+    ratio = (scale / state.scale).double()
     state.scale = scale
     return float(whole.sum()), float((whole - 2 * ratio * shared + ratio.square() * squares).sum())
