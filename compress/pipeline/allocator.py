@@ -3,7 +3,7 @@
 import ctypes
 from contextlib import suppress
 
-# mallopt's numbers (malloc.h), and what glibc takes at the most: from how many bytes on memory is the system's again as
+# glibc's numbers for mallopt, and what it takes at the most: from how many bytes on memory is the system's again as
 # soon as it is freed, and how much of it at the end of the heap.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _KEPT_END, _KEPT_SIZES = 1 << 30, (1 << 28, 1 << 25)
