@@ -55,7 +55,7 @@ def states(tiles: Tensor, bits: int) -> Tensor:
     """(…, 256) uint8: the states of sequences (…, 32 · bits) uint8, in the order of the sequence."""
     low = tiles.to(torch.int32)
     pairs = (low | low.roll(-1, dims=-1) << 8).unflatten(-1, (-1, bits))
-    # Eight states begin in so many bytes: each in one of them and, but for the first, in the next.
+    # Eight states begin in so many bytes, and each ends where it begins or in the next one.
     eight = [pairs[..., bits * t // 8] >> bits * t % 8 for t in range(8)]
     return torch.stack(eight, dim=-1).to(torch.uint8).flatten(-2)
 
