@@ -138,7 +138,7 @@ def _quantize(
         product[start:stop] = factor[start:stop, start:] @ product[start:]
     for _ in range(passes):
         _again(state, product, hessian, ridge, corners)
-    whole, lost = _refit(state, product.sub_(state.error, alpha=ridge), hessian, dtype)
+    whole, lost = _refit(state, product, hessian, ridge, dtype)
     packed = PackedWeight(
         scheme(bits),
         state.found.T.contiguous(),
@@ -238,22 +238,27 @@ def _again(state: _State, product: Tensor, hessian: Tensor, ridge: float, corner
         product[start:stop].add_(change, alpha=ridge)
 
 
-def _refit(state: _State, product: Tensor, hessian: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+def _refit(state: _State, product: Tensor, hessian: Tensor, ridge: float, dtype: torch.dtype) -> tuple[float, float]:
     """Gives each row the scale of which least error follows; returns tr(W H Wᵀ) and tr(E H Eᵀ) with it.
 
-    product  (K, N): H Eᵀ.
+    product  (K, N): (H + ridge) Eᵀ.
 
-    With w = e + v and v the row as it is read back, the error of r v is w H wᵀ − 2 r w H vᵀ + r² v H vᵀ.
+    With w = e + v and v the row as it is read back, the error of r v is w B wᵀ − 2 r w B vᵀ + r² v B vᵀ. B is H + ridge
+    where r is chosen: without, inputs that never occur would leave it to the rounding of sums.
     """
-    whole = output_energy(state.columns, hessian)
+    columns, error = state.columns, state.error
+    whole = output_energy(columns, hessian)
     cross, lost = torch.zeros_like(whole), torch.zeros_like(whole)
-    for first, last in spans(0, len(state.columns), 4 * BLOCK):
-        cross += (state.columns[first:last] * product[first:last]).sum(dim=0)
-        lost += (state.error[first:last] * product[first:last]).sum(dim=0)
-    shared, squares = whole - cross, whole - 2 * cross + lost
-    ratio = shared / squares
+    for first, last in spans(0, len(columns), 4 * BLOCK):
+        cross += (columns[first:last] * product[first:last]).sum(dim=0)
+        lost += (error[first:last] * product[first:last]).sum(dim=0)
+    ridged = whole + ridge * columns.square().sum(dim=0).double()
+    ratio = (ridged - cross) / (ridged - 2 * cross + lost)
     usable = torch.isfinite(ratio) & (ratio > 0)
     scale = stored_scale(torch.where(usable, state.scale * ratio, state.scale).float(), dtype)
     ratio = (scale / state.scale).double()
     state.scale = scale
-    return float(whole.sum()), float((whole - 2 * ratio * shared + ratio.square() * squares).sum())
+    torch.addcmul(columns, state.found.float(), scale, value=-1, out=error)
+    left = ridged - 2 * ratio * (ridged - cross) + ratio.square() * (ridged - 2 * cross + lost)
+    left -= ridge * error.square().sum(dim=0).double()
+    return float(whole.sum()), float(left.sum())

@@ -84,6 +84,15 @@ def test_rows_of_zeros_stay_as_good_as_zeros(dtype: torch.dtype) -> None:
     assert plain[[3, 20, 21, 40]].abs().max() < 1e-5 and float((plain - weight).norm() / weight.norm()) < 0.15
 
 
+def test_inputs_that_never_occur_are_rounded_to_near_where_they_were() -> None:
+    weight, _ = problem(20, 40)
+    for seen in (0, 5):
+        hessian = torch.diag((torch.arange(40) < seen).float())
+        (rounded,) = trellis.quantize_together([weight], hessian, 3, torch.bfloat16)
+        assert float((dequantize(rounded.packed) - weight).norm() / weight.norm()) < 0.2
+        assert rounded.error < 0.2
+
+
 def test_together_is_as_alone_whatever_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     (one, hessian), (two, _) = problem(40, 64), problem(24, 64, 1)
     taken = set()
