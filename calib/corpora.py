@@ -77,7 +77,7 @@ def load(spec: str | None = None, chats: bool = False) -> Corpus:
 
 def _load(spec: str | None) -> Corpus:
     if spec is None or spec == STANDARD_LIBRARY:
-        rows = [(text, "text") for path, text in standard_library() if is_held_out(path)]
+        rows = [(text, "text") for _, text in standard_library(is_held_out)]
         if not rows:
             raise UserError(
                 "the standard library of this Python has no held-out source files, which are the default text: "

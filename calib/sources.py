@@ -6,9 +6,10 @@ file in ten is held out: it is measured on and never trained on.
 
 import hashlib
 import importlib.metadata
+import os
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -50,16 +51,22 @@ def read_source(path: Path) -> str | None:
     return text if len(text) >= 200 else None
 
 
-def standard_library() -> Iterator[tuple[str, str]]:
-    """Yields (relative path, text) of the standard library's ordinary files, sorted by path."""
+def standard_library(wanted: Callable[[str], bool] = lambda _: True) -> Iterator[tuple[str, str]]:
+    """Yields (relative path, text) of the standard library's ordinary files that are wanted, sorted by path."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted(p.relative_to(root).as_posix() for p in root.rglob("*.py"))
-    for path in paths:
-        if "site-packages" in path or "dist-packages" in path or not is_ordinary(path):
-            continue
+    for path in sorted(path for path in _library_paths(root) if is_ordinary(path) and wanted(path)):
         text = read_source(root / path)
         if text is not None:
             yield path, text
+
+
+def _library_paths(root: Path) -> Iterator[str]:
+    """Python files below a standard library's root, but for installed packages, which may be many times as many."""
+    for folder, below, names in os.walk(root):
+        below[:] = [name for name in below if "site-packages" not in name and "dist-packages" not in name]
+        for name in names:
+            if name.endswith(".py"):
+                yield Path(folder, name).relative_to(root).as_posix()
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,12 @@ of the report have in common."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from calib.training_text import Measured
+if TYPE_CHECKING:
+    from calib.training_text import Measured
 
 
 class Strict(BaseModel):
@@ -83,7 +84,7 @@ class RunFacts:
     layers: tuple[LayerRecord, ...]
     left_alone: tuple[LeftAlone, ...]
     calibration: dict[str, Any]
-    text: Measured
+    text: "Measured"
     versions: dict[str, str] = field(default_factory=dict)
     pruned: tuple[str, ...] = ()
     exports: tuple[dict[str, Any], ...] = ()

@@ -6,13 +6,15 @@ python docs/draw_map.py --check    # exit code 1 where the page is not the tree'
 
 import ast
 import sys
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "internals.md"
 BEGIN, END = "<!-- drawn by docs/draw_map.py -->\n", "<!-- end of the map -->"
 FLOORS = ("calib", "runtime", "compress", "specpress")
+# Where a statement holds others.
+_PARTS = ("body", "orelse", "finalbody", "handlers", "cases")
 
 
 def main() -> int:
@@ -86,13 +88,20 @@ def _imported(path: Path, depth: int) -> set[str]:
     return {".".join(name.split(".")[:depth]) for name in _names(path) if name.split(".")[0] in FLOORS}
 
 
-def _names(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+@cache
+def _names(path: Path) -> list[str]:
+    found: list[str] = []
+    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
         if isinstance(node, ast.ImportFrom) and node.module:
             is_floor = "." not in node.module
-            yield from (f"{node.module}.{alias.name}" if is_floor else node.module for alias in node.names)
+            found += [f"{node.module}.{alias.name}" if is_floor else node.module for alias in node.names]
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
+        # Statements alone: no import stands within an expression.
+        waiting += [one for part in _PARTS for one in getattr(node, part, ())]
+    return found
 
 
 if __name__ == "__main__":

@@ -23,10 +23,13 @@ from compress.model.source import Source
 from compress.model.structure import ModelStructure
 from compress.pipeline.sequential import BlockPlan
 from compress.quantize import rtn
+from compress.quantize.trellis import PASSES
 from runtime.checkpoints.architecture import describe
 from runtime.formats import schemes
 from runtime.formats.schemes import SCHEMES
+from runtime.formats.trellis import LEVELS, TILE, empty_tiles
 from runtime.machine import free_memory
+from runtime.native.trellis import encode_tiles
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -36,6 +39,9 @@ _FLOAT, _DOUBLE = 4, 8
 _LAYER_COPIES, _HESSIAN_COPIES = 5, 4
 # Of the speed of one large product: attention, norms and elementwise work are slower.
 _EFFICIENCY = 0.5
+# Products of a layer's weights with its Hessian: half of one for the first codes, one for each pass over them, and what
+# scales are found by.
+_PRODUCTS = 3
 _DISK_RATE = 300e6
 _TRIES = 6
 # What takes less memory, by the stage that takes the most ("": blocks and their text).
@@ -230,15 +236,20 @@ def _inputs(blocks: BlockPlan, number: int, path: str) -> int:
 
 
 def _algorithm_flops(blocks: BlockPlan) -> float:
-    """Hessians, and what GPTQ and SparseGPT do with them."""
+    """Hessians, one for layers that share an input, and what GPTQ, SparseGPT and a trellis do with them."""
     total = 0.0
     tokens = blocks.tokens.numel()
     for number, wants in blocks.wants.items():
+        seen = set()
         for path, want in wants.items():
             if want.hessian:
                 linear = blocks.meta_blocks[number].linears[path]
                 k, n = linear.in_features, linear.out_features
-                total += 2.0 * tokens * k * k + 2.0 * k**3 + 2.0 * n * k * k
+                total += _PRODUCTS * 2.0 * n * k * k
+                # As _moments_bytes: q, k and v read one input. Of the Hessian one half is computed.
+                if (shared := (path.rpartition(".")[0], k)) not in seen:
+                    seen.add(shared)
+                    total += 1.0 * tokens * k * k + 2.0 * k**3
     return total
 
 
@@ -263,14 +274,30 @@ def compute_seconds(flops: float) -> float:
 
 
 def _seconds_per_weight(plan: Plan) -> float:
-    """What rounding to nearest takes for a weight on this machine, now."""
+    """What choosing its code takes for a weight on this machine, now, but for products with a Hessian."""
     layer = next(iter(plan.layers.values()), None)
     if layer is None:
         return 0.0
+    row = SCHEMES[layer.scheme]
+    if row.codes.has_tiles:
+        return _seconds_per_state(row.bits)
     # Rounding in any other form takes about as long.
     sample, scheme = torch.ones(512, 512), layer.scheme if layer.scheme in ("nf4", "int8-dynamic") else "int4"
     group = (SCHEMES[scheme].group_sizes or (0,))[0]
     return _shortest(lambda: rtn.quantize(sample, scheme, group)) / sample.numel()
+
+
+def _seconds_per_state(bits: int) -> float:
+    """What Viterbi's algorithm takes for a weight of a trellis: once, and again in each pass."""
+    weights = torch.randn(TILE, 1024)
+    carried, scale, found = torch.zeros(weights.shape), torch.full((1024,), 0.02), torch.empty(weights.shape).char()
+    corner, spreads, tiles = torch.eye(TILE), torch.ones(TILE), empty_tiles(1024, TILE, bits)[:, 0]
+
+    def encode(again: bool) -> None:
+        encode_tiles(bits, LEVELS[bits], weights, carried, scale, corner, spreads, tiles, found, again=again)
+
+    first = _shortest(lambda: encode(False))
+    return (first + PASSES[bits] * _shortest(lambda: encode(True))) / weights.numel()
 
 
 def _shortest(work: Callable[[], object]) -> float:

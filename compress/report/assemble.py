@@ -30,7 +30,8 @@ from compress.report.schema import (
 from compress.report.scrub import display_name, scrub_command, without_directories, without_paths
 from compress.report.timing import Work
 from runtime import load
-from runtime.audit.certificate import NEW_TOKENS, Certificate, certify
+from runtime.audit.certificate import Certificate
+from runtime.audit.certify import NEW_TOKENS, certify
 from runtime.bench.prompts import read_prompts
 from runtime.contract import no_drafts
 from runtime.devices import resolve

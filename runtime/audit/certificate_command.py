@@ -3,7 +3,8 @@
 import typer
 from pydantic import ValidationError
 
-from runtime.audit.certificate import Certificate, certify, compare
+from runtime.audit.certificate import Certificate
+from runtime.audit.certify import certify, compare
 from runtime.audit.options import CertificateOptions
 from runtime.errors import UserError
 from runtime.files import read_json

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 
 def test_prints_plain_text_through_a_pipe(run_folder: Path, specpress: Callable[..., Any]) -> None:
     for name in (run_folder, run_folder / "model"):
@@ -17,6 +19,23 @@ def test_prints_plain_text_through_a_pipe(run_folder: Path, specpress: Callable[
         assert done.stdout.startswith("size: 28.3 MB -> ")
         assert done.stdout.endswith((run_folder / "report.md").read_text())
         assert "\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize("words", [["report", "RUN"], ["push", "RUN", "someone/pair", "--dry-run"]], ids=lambda w: w[0])
+def test_nothing_slow_is_imported(run_folder: Path, words: list[str]) -> None:
+    """torch takes seconds, and all that is needed lies in small files."""
+    code = f"""
+import sys
+sys.argv[1:] = {[str(run_folder) if word == "RUN" else word for word in words]}
+from specpress.cli import main
+try:
+    main()
+finally:
+    print([name for name in ("torch", "transformers", "numpy") if name in sys.modules], file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "int4-rtn" in done.stdout
+    assert done.stderr.splitlines()[-1] == "[]", done.stderr
 
 
 def test_prints_json(run_folder: Path, specpress: Callable[..., Any]) -> None:

@@ -10,6 +10,7 @@ are the same on little-endian machines (github.com/ggml-org/ggml, docs/gguf.md).
 """
 
 import math
+import struct
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -74,6 +75,8 @@ UNREAD: dict[int, str] = (
 """Names of types that are not read, so that a refusal can say what it met."""
 
 
+# Before a string, in bytes.
+_LENGTH = struct.Struct("<Q")
 # What is read into memory at once: a tokenizer as JSON takes some tens of megabytes.
 _MOST_BYTES = 1 << 28
 
@@ -121,6 +124,28 @@ class Cursor:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
             raise self.damaged(f"{what} is no UTF-8") from error
+
+    def strings(self, what: str, count: int) -> list[str]:
+        """`count` strings, as `string` reads one: a vocabulary and its merges are several hundred thousand."""
+        found: list[str] = []
+        data, length, at, end = self.data, _LENGTH.unpack_from, self.at, len(self.data)
+        while len(found) < count:
+            first = at + _LENGTH.size
+            if first <= end:
+                last = first + length(data, at)[0]
+                if last <= end and last - first <= _MOST_BYTES:
+                    try:
+                        found.append(str(data[first:last], "utf-8"))
+                    except UnicodeDecodeError:
+                        pass
+                    else:
+                        at = last
+                        continue
+            # Something is wrong with this one, and that says what.
+            self.at = at
+            found.append(self.string(what))
+        self.at = at
+        return found
 
     def array(self, dtype: str, count: int) -> NDArray[Any]:
         """`count` numbers, a copy: the file is not kept open for them."""
@@ -246,7 +271,7 @@ def _array(cursor: Cursor, key: str) -> Value:
         count = cursor.count(8, key)
         if count > _MOST_STRINGS:
             raise cursor.damaged(f"{key} has {count} strings, and at most {_MOST_STRINGS} are read")
-        return [cursor.string(key) for _ in range(count)]
+        return cursor.strings(key, count)
     if kind not in _SCALARS:
         raise cursor.damaged(f"{key} is an array of the type {kind}, which is not read")
     return cursor.array(_SCALARS[kind], cursor.count(np.dtype(_SCALARS[kind]).itemsize, key))

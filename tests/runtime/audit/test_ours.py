@@ -8,8 +8,9 @@ import pytest
 
 from runtime import load
 from runtime.audit import ours
-from runtime.audit.certificate import Certificate, certify, compare
+from runtime.audit.certificate import Certificate
 from runtime.audit.certificate_command import repeat_certificate
+from runtime.audit.certify import certify, compare
 from runtime.audit.known import letter_ids
 from runtime.audit.options import CertificateOptions
 from runtime.audit.ours_command import judged

@@ -1,8 +1,8 @@
 """The kernels' own C++ tests (tests/native), compiled under the sanitizers and run; no Python inside.
 
-Each source is compiled as setup.py compiles it (once per instruction path, with its macros and flags), at -O1: for the
-path that this processor takes and the portable one, and in a slow test for all that it can run. So is the thread
-sanitizer's.
+Each source is compiled as setup.py compiles it (once per instruction path, with its macros and flags), at -O1: for all
+paths that this processor can run. That takes minutes, so these tests are slow ones: run them after a change of the
+native sources (`pytest -m slow tests/runtime/native`).
 """
 
 import os
@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from runtime.kernels.dispatch import choose
 from runtime.native import usable
 from tests.runtime.native.program import ENVIRONMENT, ROOT, Native, command, compile_program, native_of
+
+pytestmark = pytest.mark.slow
 
 ADDRESS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 THREAD = ["-fsanitize=thread"]
@@ -38,16 +39,11 @@ def native() -> Native:
     return native_of(compiler, sysconfig.get_platform())
 
 
-def chosen(native: Native) -> dict[str, list[str]]:
-    """The path that the kernels take on this processor, and the portable one."""
-    fastest = choose("auto", "cpu").name
-    return {name: native.paths[name] for name in native.paths if NAMES.get(name, name) in (fastest, "portable")}
-
-
 @pytest.fixture(scope="module")
 def address(native: Native, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The binary of this processor's path under the address and undefined-behaviour sanitizers."""
-    return build(native, tmp_path_factory.mktemp("address"), chosen(native), ADDRESS)
+    """The binary of this processor's paths under the address and undefined-behaviour sanitizers."""
+    paths = {name: flags for name, flags in native.paths.items() if usable(NAMES.get(name, name))[0]}
+    return build(native, tmp_path_factory.mktemp("address"), paths, ADDRESS)
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +91,6 @@ def test_a_read_beyond_the_codes_and_an_overflow_are_caught(address: Path) -> No
     assert "signed integer overflow" in found.stderr
 
 
-@pytest.mark.slow
-def test_every_path_runs_clean(native: Native, tmp_path: Path) -> None:
-    paths = {name: flags for name, flags in native.paths.items() if usable(NAMES.get(name, name))[0]}
-    assert paths.keys() >= chosen(native).keys()
-    run_together(build(native, tmp_path, paths, ADDRESS), SUBJECTS)
-
-
-@pytest.mark.slow
 def test_configurations_by_the_thousand_run_clean_in_the_library_under_the_sanitizers(
     native: Native, tmp_path: Path
 ) -> None:
@@ -125,7 +113,6 @@ def test_configurations_by_the_thousand_run_clean_in_the_library_under_the_sanit
     assert "1 passed" in found.stdout
 
 
-@pytest.mark.slow
 def test_threads_share_nothing_unguarded(thread: Path) -> None:
     run_together(thread, ["decoder", "pool"])
     found = command([str(thread), "race"])

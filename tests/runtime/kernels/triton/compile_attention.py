@@ -25,8 +25,8 @@ from runtime.kv_store import IN_BASIS, allocate
 # Kind, dimensions of keys and of values, heads, window, cap, sinks: one of each way through the kernels.
 Case = tuple[CacheKind, int, int, int, int | None, float, bool]
 FEW: list[Case] = [
-    ("int4", 64, 64, 8, 100, 50.0, True),
-    ("int3", 64, 64, 4, None, 0.0, False),
+    ("int4", 32, 32, 4, 100, 50.0, True),
+    ("int3", 32, 32, 2, None, 0.0, False),
 ]
 MORE: list[Case] = [
     *((kind, dim, dim, 4, None, 0.0, False) for kind in get_args(CacheKind) for dim in (64, 80, 128, 256)),

@@ -1,13 +1,11 @@
 """Kernels for GPUs run compiled where there is a GPU, and in Triton's interpreter elsewhere."""
 
-import os
-
 import pytest
 import torch
 
-# Triton decides when a kernel is defined, so before any is imported.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+from tests.interpreted import interpret
+
+interpret()
 
 
 @pytest.fixture(scope="session")

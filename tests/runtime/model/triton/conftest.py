@@ -1,10 +1,8 @@
 """The device of these tests: CUDA where there is one, else a CPU on which Triton's kernels are interpreted.
 
-Triton asks for its interpreter when a kernel is defined, so the switch is thrown here, before anything imports one.
 Without Triton there is nothing to test.
 """
 
-import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.interpreted import interpret
+
 if find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+interpret()
 
 
 @pytest.fixture(scope="session")
