@@ -108,6 +108,8 @@ def rounded(
 def input_factor(block: nn.Module, model_type: str, layers: Mapping[str, nn.Linear]) -> Tensor | None:
     """What a run on a trellis divides the inputs of a unit of the block by (stages/ranges.py); None: nothing."""
     mine = {id(layer) for layer in layers.values()}
+    if not folding.is_known(model_type):
+        return None
     for fold in folding.folds(block, model_type):
         read = [block.get_submodule(path) for path in fold.linears]
         if isinstance(block.get_submodule(fold.previous), nn.Linear) and mine & set(map(id, read)):

@@ -34,7 +34,7 @@ from compress.recipe import Recipe
 from compress.recipe.block_stages import Experts
 from compress.records import ExpertRecord, LayerRecord, LeftAlone
 from compress.stages import kv_cache
-from compress.stages.quantize import make_stages, only_rounds
+from compress.stages.quantize import left_unfolded, make_stages, only_rounds
 from compress.stages.sensitivity import choose_schemes
 from compress.training import contract
 from compress.training.contract import KINDS, StageContext
@@ -94,6 +94,10 @@ def plan_pass(source: Source, recipe: Recipe, inputs: RunInputs) -> Pass:
     wished = recipe.quantize.experts if recipe.quantize is not None else None
     depth = next((stage.share for stage in recipe.prunes if stage.method == "depth"), None)
     stages = make_stages(recipe, plan, loader)
+    if left_unfolded(recipe, kind := str(structure.text_config.model_type)):
+        inputs.context.note(
+            f"the structure of {kind} is not known, so its channels are not scaled for the trellis: a little is lost"
+        )
     return Pass(source, recipe, plan, plan_blocks(loader, plan, stages, windows, wished or Experts(), depth))
 
 

@@ -68,13 +68,17 @@ class Fold:
     head_dim: int = 0
 
 
+def is_known(model_type: str) -> bool:
+    """Whether this file knows a family's data flow."""
+    return model_type in NORM_OFFSET
+
+
 def require_known(model_type: str) -> None:
     """Raises UserError for a family whose data flow this file does not know."""
-    if model_type not in NORM_OFFSET:
+    if not is_known(model_type):
         raise UserError(
             f"scales cannot be folded into a {model_type} layer: its structure is not known (known:"
-            f" {', '.join(NORM_OFFSET)}): use a gptq or rtn recipe, or for a trellis a copy of its recipe (compress"
-            " --show NAME) with fold: false"
+            f" {', '.join(NORM_OFFSET)}): use a gptq, rtn or trellis recipe, the last with fold: auto or false"
         )
 
 

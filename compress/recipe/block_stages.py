@@ -24,7 +24,7 @@ _METHOD_KEYS: dict[str, dict[str, Any]] = {
     "per-layer": {},
 }
 # Of those, what a trellis with method gptq has.
-_TRELLIS_KEYS = {"damping": DAMPING, "fold": True, "drift": 0.0}
+_TRELLIS_KEYS = {"damping": DAMPING, "fold": "auto", "drift": 0.0}
 _TRELLISES = tuple(name for name in FITTED if name not in GRIDS)
 # What rounding needs no more than the layer's name for; one model holds what is of one library beside each other.
 MIXABLE = ("int8-dynamic", *GRIDS, *_TRELLISES)
@@ -131,7 +131,7 @@ class Quantize(Strict):
     drift       gptq: how far weights are moved before they are rounded, to make up for what rounded blocks before have
                 changed of their inputs; 0: GPTQ as published, 1: GPTAQ (compress/quantize/drift.py). Experts' are not.
     fold        gptq on a trellis: whether input channels are scaled beforehand, where the layer before can take the
-                factor. Of families whose structure is known (compress/quantize/folding.py).
+                factor. auto: of families whose structure is known (compress/quantize/folding.py).
     observer    int8-static: how far each layer's input range reaches. search: where its outputs are nearest to the
                 float ones; minmax, moving_average, percentile (99.99 % of the values), mse, entropy: by its inputs
                 alone (calib/observers.py).
@@ -152,7 +152,7 @@ class Quantize(Strict):
     damping: Annotated[float, Field(gt=0, le=1)] | None = None
     search: StrictBool | None = None
     drift: Annotated[float, Field(ge=0, le=1, strict=False)] | None = None
-    fold: StrictBool | None = None
+    fold: Literal["auto"] | StrictBool | None = None
     observer: Literal["search", "minmax", "moving_average", "percentile", "mse", "entropy"] | None = None
     bits_per_weight: Annotated[float, Field(ge=2, le=8)] | None = None
     targets: tuple[StrictStr, ...] = Field(default=(".*",), min_length=1)

@@ -16,7 +16,7 @@ from compress.model.block import Block, Statistics
 from compress.model.block_loader import BlockLoader
 from compress.model.plan import Layer, Plan
 from compress.quantize import drift, gptq, trellis
-from compress.quantize.folding import require_known
+from compress.quantize.folding import is_known, require_known
 from compress.recipe import Quantize, Recipe
 from compress.recipe.block_stages import DAMPING
 from compress.stages.contract import BlockStage
@@ -67,13 +67,11 @@ def _is_static(stage: Quantize) -> bool:
 
 def _quantisers(stage: Quantize, layers: Mapping[str, Layer], model_type: str) -> list[BlockStage]:
     # Before any work: within the first block it would be told, too.
-    if stage.fold or stage.method == "awq":
+    if stage.fold is True or stage.method == "awq":
         require_known(model_type)
     if stage.layers is not None:
         parts = {prefix: stage.of(layer.module) for prefix, layer in layers.items()}
-        folded = {name: layers[name] for name, part in parts.items() if part is not None and part.fold}
-        if folded:
-            require_known(model_type)
+        folded = {name: layers[name] for name, part in parts.items() if part is not None and _folds(part, model_type)}
         # A factor goes into the layer before, which another part may round: all are folded before any is rounded.
         scales: list[BlockStage] = [TrellisScale(folded, model_type)] if folded else []
         return scales + [
@@ -81,7 +79,19 @@ def _quantisers(stage: Quantize, layers: Mapping[str, Layer], model_type: str) -
             for part in dict.fromkeys(part.stage for part in stage.layers)
             for made in _rounders(part, {name: layers[name] for name in layers if parts[name] == part}, model_type)
         ]
-    return [*([TrellisScale(layers, model_type)] if stage.fold else []), *_rounders(stage, layers, model_type)]
+    scaled = [TrellisScale(layers, model_type)] if _folds(stage, model_type) else []
+    return [*scaled, *_rounders(stage, layers, model_type)]
+
+
+def _folds(stage: Quantize, model_type: str) -> bool:
+    return is_known(model_type) if stage.fold == "auto" else bool(stage.fold)
+
+
+def left_unfolded(recipe: Recipe, model_type: str) -> bool:
+    """Whether channels would be scaled for a trellis (fold: auto) if the family's structure were known."""
+    stages = [stage.quantize for stage in recipe.stages if stage.quantize is not None]
+    parts = [part.stage for stage in stages for part in stage.layers or ()]
+    return not is_known(model_type) and any(stage.fold == "auto" for stage in [*stages, *parts])
 
 
 def _rounders(stage: Quantize, layers: Mapping[str, Layer], model_type: str) -> list[BlockStage]:

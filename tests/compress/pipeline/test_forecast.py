@@ -112,15 +112,18 @@ def test_the_forecast_grows_with_what_it_counts(tiny: Tiny) -> None:
     from compress.model.source import open_sources
     from compress.model.structure import read_structure
 
-    def disk(name: str) -> int:
+    def of(name: str) -> Forecast:
         target, _ = open_sources(str(tiny("llama")), None)
         recipe = Recipe.load(name)
         plan = make_plan(target.shapes(), read_structure(target.path), recipe.quantize)
         found = forecast.forecast(target, plan, None)
         # Twice the artifact: parts, and the shards that they are joined into.
         assert found.held == 0 and found.seconds > 0 and found.memory > forecast.resident()
-        return found.disk
+        return found
 
     target, _ = open_sources(str(tiny("llama")), None)
     plain = target.checkpoint.bytes_on_disk()
-    assert disk("int4-rtn") < disk("int8-dynamic") < 2 * plain
+    rounded = of("int4-rtn")
+    assert rounded.disk < of("int8-dynamic").disk < 2 * plain
+    # Sequences of a trellis take some tens of times as long as the nearest code.
+    assert of("trellis-3").seconds > 3 * rounded.seconds

@@ -116,19 +116,38 @@ def test_a_model_has_one_format(scheme: str) -> None:
         Quantize.model_validate({"method": "per-layer", "layers": layers})
 
 
-@pytest.mark.parametrize("recipe", ["trellis-3", "int4-awq", "int8-smoothquant", "per-layer"])
+SMALL: dict[str, Any] = {"samples": 2, "seq_len": 32, "report": lambda *_: None}
+
+
+def with_fold(fold: bool) -> Recipe:
+    data = Recipe.load("trellis-3").to_dict()
+    data["stages"][0]["quantize"]["fold"] = fold
+    return Recipe.model_validate(data)
+
+
+@pytest.mark.parametrize("recipe", ["trellis-3", "int4-awq", "int8-smoothquant"])
 def test_a_family_of_unknown_structure_is_told_before_any_work(recipe: str, tmp_path: Path) -> None:
+    make("olmo2", tmp_path / "olmo2")
+    asked = with_fold(True) if recipe == "trellis-3" else Recipe.load(recipe)
+    with pytest.raises(UserError, match=r"its structure is not known .* the last with fold: auto or false"):
+        compress(tmp_path / "olmo2", asked, tmp_path / "run", **SMALL)
+    assert [path.name for path in tmp_path.iterdir()] == ["olmo2"]
+
+
+@pytest.mark.parametrize("recipe", ["trellis-3", "per-layer"])
+def test_such_a_family_takes_a_trellis_without_and_is_told_so(recipe: str, tiny: Tiny, tmp_path: Path) -> None:
     make("olmo2", tmp_path / "olmo2")
     layers = [{"scheme": "trellis-3", "method": "gptq", "targets": ["down_proj"]}]
     stages = [{"quantize": {"method": "per-layer", "layers": layers}}]
     own = Recipe.model_validate({"name": "own", "stages": stages})
     asked = own if recipe == "per-layer" else Recipe.load(recipe)
-    options: dict[str, Any] = {"samples": 2, "seq_len": 32, "report": lambda *_: None}
-    with pytest.raises(UserError, match=r"its structure is not known .* a copy of its recipe .compress --show NAME"):
-        compress(tmp_path / "olmo2", asked, tmp_path / "run", **options)
-    assert [path.name for path in tmp_path.iterdir()] == ["olmo2"]
-    # Without folding the same model takes a trellis.
+    said: list[str] = []
+    made = compress(tmp_path / "olmo2", asked, tmp_path / "run", note=said.append, **SMALL).model
+    assert [line for line in said if "olmo2 is not known, so its channels are not scaled" in line]
     if recipe == "trellis-3":
-        data = asked.to_dict()
-        data["stages"][0]["quantize"]["fold"] = False
-        assert compress(tmp_path / "olmo2", Recipe.model_validate(data), tmp_path / "run", **options).model.is_dir()
+        without = compress(tmp_path / "olmo2", with_fold(False), tmp_path / "without", **SMALL).model
+        assert (made / "model.safetensors").read_bytes() == (without / "model.safetensors").read_bytes()
+    # Of a family that is known they are, and nothing is said.
+    said.clear()
+    compress(tiny("llama"), asked, tmp_path / "known", note=said.append, **SMALL)
+    assert said and not [line for line in said if "not known" in line]
