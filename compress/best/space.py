@@ -8,7 +8,6 @@ from typing import Any
 from compress.errors import UserError
 from compress.model.plan import make_plan
 from compress.model.structure import ModelStructure
-from compress.quantize.folding import NORM_OFFSET
 from compress.recipe import Recipe
 from compress.recipe.block_stages import Quantize
 from compress.stages.sensitivity import fused_units
@@ -150,9 +149,7 @@ def find_units(
 
 
 def _trellis_layers(shapes: Mapping[str, tuple[int, ...]], model: ModelStructure) -> set[str]:
-    """The layers that a trellis can hold; none in families that its stage cannot scale the inputs of."""
-    if str(model.text_config.model_type) not in NORM_OFFSET:
-        return set()
+    """The layers that a trellis can hold."""
     try:
         plan = make_plan(shapes, model, Quantize(scheme="trellis-4"))
     except UserError:

@@ -39,8 +39,31 @@ NORM_OFFSET = {
     "ernie4_5": 0.0,
     "helium": 0.0,
     "hunyuan_v1_dense": 0.0,
+    "cwm": 0.0,
+    "hyperclovax": 0.0,
+    "granite_swa": 0.0,
+    "vaultgemma": 1.0,
+    "olmoe": 0.0,
+    "minimax_m2": 0.0,
+    "glm4_moe": 0.0,
+    "dots1": 0.0,
+    "ernie4_5_moe": 0.0,
+    "exaone_moe": 0.0,
+    "solar_open": 0.0,
+    "hy_v3": 0.0,
+    "qwen3_next": 1.0,
+    "qwen3_5_text": 1.0,
+    "qwen3_5_moe_text": 1.0,
 }
-_ATTENTION_READERS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+# What mixes positions: the linear layers that read its input, and its others.
+_MIXERS = {
+    "self_attn.": (("q_proj", "k_proj", "v_proj", "qkv_proj"), ("o_proj",)),
+    # A gated delta rule: its output is normed by head and gated, so nothing is folded into what makes it.
+    "linear_attn.": (
+        ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+        ("out_proj",),
+    ),
+}
 _MLP_READERS = ("gate_proj", "up_proj", "gate_up_proj")
 # They decide where a token goes; they read what the experts read.
 _ROUTERS = ("gate", "shared_expert_gate")
@@ -93,9 +116,10 @@ def folds(layer: nn.Module, model_type: str) -> list[Fold]:
     require_known(model_type)
     offset = NORM_OFFSET[model_type]
     linears = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
-    readers = _reading(linears, "self_attn.", _ATTENTION_READERS, ("o_proj",))
-    found = [Fold("input_layernorm", readers, offset=offset)]
-    found.append(_attention_output(layer, linears))
+    mixer = next(name for name in _MIXERS if hasattr(layer, name.rstrip(".")))
+    found = [Fold("input_layernorm", _reading(linears, mixer, *_MIXERS[mixer]), offset=offset)]
+    if mixer == "self_attn.":
+        found.append(_attention_output(layer, linears))
     # Gemma 2 and 3 norm the attention's output as well, and call the MLP's norm by another name.
     before_mlp = "pre_feedforward_layernorm" if hasattr(layer, "pre_feedforward_layernorm") else None
     readers = _reading(linears, "mlp.", _MLP_READERS, ("down_proj", *_ROUTERS))

@@ -7,7 +7,7 @@ rows and back in o_proj's columns. Both make weights and activations more alike 
 SpinQuant, 2405.16406, has their names.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,9 @@ from compress.errors import UserError
 from compress.quantize.folding import NORM_OFFSET, Fold, folds
 from compress.rotate.hadamard import Rotation, orders
 
-_WRITERS = ("o_proj", "down_proj")
+_WRITERS = ("o_proj", "out_proj", "down_proj")
+# What attention gives is multiplied by a gate, channel by channel, which a rotation of values does not pass.
+_GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,19 @@ def layer_folds(layer: nn.Module, model_type: str) -> list[Fold]:
                 "and only norms before attention and the MLP can be folded: leave the stage rotate out"
             )
     return found
+
+
+def value_size(layers: Iterable[nn.Module], model_type: str) -> int:
+    """The size of the heads that R2 turns. Raises UserError where there is not one such size, or heads are gated."""
+    if model_type in _GATED:
+        raise UserError(
+            f"rotate.values: a {model_type} layer gates what its heads give, which no rotation passes: set it false"
+        )
+    attentions = (layer.get_submodule("self_attn") for layer in layers)
+    sizes = {int(attention.head_dim) for attention in attentions}  # type: ignore[arg-type]
+    if len(sizes) > 1:
+        raise UserError(f"rotate.values: expected heads of one size in all layers, found {sorted(sizes)}: set it false")
+    return max(sizes)
 
 
 def check_sizes(hidden: int, head_dim: int) -> None:

@@ -10,7 +10,7 @@ from compress.model.block import cast, stored_dtype
 from compress.model.block_loader import BlockLoader
 from compress.model.structure import ModelStructure, Parameter
 from compress.quantize.folding import NORM_OFFSET, Fold
-from compress.rotate.fold import Bases, check_sizes, layer_folds, rebase, rebase_rows
+from compress.rotate.fold import Bases, check_sizes, layer_folds, rebase, rebase_rows, value_size
 from compress.rotate.hadamard import Rotation
 from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.rotation import RotationRecord
@@ -43,11 +43,7 @@ def plan_rotation(
         )
     _folds(BlockLoader(checkpoint, structure))
     hidden = int(structure.text_config.hidden_size) if residual else 0
-    attentions = (layer.get_submodule("self_attn") for layer in structure.layers)
-    sizes = {int(attention.head_dim) for attention in attentions} if values else {0}  # type: ignore[arg-type]
-    if len(sizes) > 1:
-        raise UserError(f"rotate.values: expected heads of one size in all layers, found {sorted(sizes)}: set it false")
-    head_dim = max(sizes)
+    head_dim = value_size(structure.layers, str(structure.text_config.model_type)) if values else 0
     check_sizes(hidden, head_dim)
     if residual:
         _check_outside(checkpoint, structure)

@@ -20,6 +20,30 @@ SHAPE = {
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }
+QWEN_MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 40,
+}
+SHARED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 0,
+    "n_group": 1,
+    "topk_group": 1,
+    "head_dim": 16,
+}
+DELTA = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {},
@@ -50,8 +74,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "mellum": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16},
+    "cwm": {"head_dim": 16},
+    "hyperclovax": {"head_dim": 16},
+    "granite_swa": {"head_dim": 16},
+    "vaultgemma": {"head_dim": 16},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+    "glm4_moe": SHARED,
+    "dots1": SHARED,
+    "ernie4_5_moe": SHARED
+    | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0, "moe_num_shared_experts": 1},
+    "exaone_moe": SHARED
+    | {"num_experts": 4, "num_shared_experts": 1, "is_moe_layer": [True], "mlp_layer_types": ["sparse"]},
+    "solar_open": SHARED,
+    "hy_v3": SHARED | {"num_experts": 4, "num_shared_experts": 1, "mlp_layer_types": ["sparse"]},
+    "qwen3_next": DELTA | QWEN_MOE,
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": DELTA | QWEN_MOE,
 }
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "mellum")
+MIXTURES = tuple(kind for kind, keys in FAMILIES.items() if any("experts_per_tok" in key for key in keys))
 
 
 class Expert(nn.Module):
@@ -138,9 +179,14 @@ def random_factor(layer: nn.Module, fold: folding.Fold, seed: int = 1) -> Tensor
     return folding.spread(fold, own)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_no_fold_changes_the_block(kind: str) -> None:
-    model = random_model(kind)
+FULL = {"layer_types": ["full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"), [*((kind, {}) for kind in FAMILIES), ("qwen3_next", FULL), ("qwen3_5_text", FULL)]
+)
+def test_no_fold_changes_the_block(kind: str, changes: dict[str, Any]) -> None:
+    model = random_model(kind, **changes)
     layer = model.model.layers[0]
     before = block_output(model)
     for fold in folding.folds(layer, kind):
@@ -174,7 +220,7 @@ def test_routers_and_experts_all_read_the_norm(kind: str) -> None:
     fold = next(f for f in folding.folds(layer, kind) if f.previous == "post_attention_layernorm")
     assert len([name for name in fold.linears if ".experts." in name]) == 2 * 4
     assert "mlp.gate.weight" in fold.others
-    assert ("mlp.shared_expert_gate.weight" in fold.others) == (kind == "qwen2_moe")
+    assert ("mlp.shared_expert_gate.weight" in fold.others) == ("shared_expert_intermediate_size" in FAMILIES[kind])
 
 
 def test_a_router_left_out_would_change_the_block() -> None:

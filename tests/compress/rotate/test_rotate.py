@@ -81,6 +81,28 @@ def test_float_logits_stay_and_the_weights_come_back(family: str, tiny: Tiny, tm
     assert "specpress" not in config[1]
 
 
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [("olmoe", True), ("glm4_moe", True), ("qwen3_next", False), ("qwen3_5_text", False), ("qwen3_5_moe_text", False)],
+)
+def test_hybrids_and_further_mixtures(kind: str, values: bool, tmp_path: Path) -> None:
+    """Layers with a state write to the residual stream, too; gates behind heads let no rotation of values pass."""
+    model = tiny_model(kind).float()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.add_(torch.randn_like(weight) * 0.1) if "norm" in name else weight.mul_(4)
+    model.save_pretrained(tmp_path / "plain")
+    if not values:
+        with pytest.raises(UserError, match=f"a {kind} layer gates what its heads give, .* set it false"):
+            rotated(tmp_path / "plain", tmp_path / "gated")
+    turned = rotated(tmp_path / "plain", tmp_path / "turned", values=values)
+    assert change(logits(tmp_path / "plain"), logits(turned)) < 1e-5
+    unfold(turned, tmp_path / "back", SHARD)
+    before, back = weights(tmp_path / "plain"), weights(tmp_path / "back")
+    assert back.keys() == before.keys()
+    assert max(change(before[name], back[name]) for name in before) < 1e-5
+
+
 @pytest.mark.parametrize(("residual", "values"), [(True, False), (False, True)])
 def test_each_rotation_alone(residual: bool, values: bool, tiny: Tiny, tmp_path: Path) -> None:
     original = tiny("qwen2")
