@@ -51,13 +51,20 @@ NORM_OFFSET = {
     "exaone_moe": 0.0,
     "solar_open": 0.0,
     "hy_v3": 0.0,
+    "deepseek_v2": 0.0,
+    "deepseek_v3": 0.0,
+    "glm4_moe_lite": 0.0,
+    "youtu": 0.0,
     "qwen3_next": 1.0,
     "qwen3_5_text": 1.0,
     "qwen3_5_moe_text": 1.0,
 }
 # What mixes positions: the linear layers that read its input, and its others.
 _MIXERS = {
-    "self_attn.": (("q_proj", "k_proj", "v_proj", "qkv_proj"), ("o_proj",)),
+    "self_attn.": (
+        ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "kv_a_proj_with_mqa"),
+        ("o_proj", "q_b_proj", "kv_b_proj"),
+    ),
     # A gated delta rule: its output is normed by head and gated, so nothing is folded into what makes it.
     "linear_attn.": (
         ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
@@ -118,7 +125,8 @@ def folds(layer: nn.Module, model_type: str) -> list[Fold]:
     linears = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
     mixer = next(name for name in _MIXERS if hasattr(layer, name.rstrip(".")))
     found = [Fold("input_layernorm", _reading(linears, mixer, *_MIXERS[mixer]), offset=offset)]
-    if mixer == "self_attn.":
+    # Latent attention makes values of vectors that keys are made of as well, so nothing is folded into them.
+    if not linears.keys().isdisjoint(("self_attn.v_proj", "self_attn.qkv_proj")):
         found.append(_attention_output(layer, linears))
     # Gemma 2 and 3 norm the attention's output as well, and call the MLP's norm by another name.
     before_mlp = "pre_feedforward_layernorm" if hasattr(layer, "pre_feedforward_layernorm") else None

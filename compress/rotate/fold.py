@@ -7,7 +7,7 @@ rows and back in o_proj's columns. Both make weights and activations more alike 
 SpinQuant, 2405.16406, has their names.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,11 +74,19 @@ def layer_folds(layer: nn.Module, model_type: str) -> list[Fold]:
     return found
 
 
-def value_size(layers: Iterable[nn.Module], model_type: str) -> int:
-    """The size of the heads that R2 turns. Raises UserError where there is not one such size, or heads are gated."""
+def value_size(layers: Sequence[nn.Module], model_type: str) -> int:
+    """The size of the heads that R2 turns.
+
+    Raises UserError where there is not one such size, where heads are gated, and where attention is latent.
+    """
     if model_type in _GATED:
         raise UserError(
             f"rotate.values: a {model_type} layer gates what its heads give, which no rotation passes: set it false"
+        )
+    if any(hasattr(attention, "kv_b_proj") for layer in layers if (attention := getattr(layer, "self_attn", None))):
+        raise UserError(
+            f"rotate.values: a {model_type} layer makes its values of latent vectors, which are not rotated: set it "
+            "false"
         )
     attentions = (layer.get_submodule("self_attn") for layer in layers)
     sizes = {int(attention.head_dim) for attention in attentions}  # type: ignore[arg-type]

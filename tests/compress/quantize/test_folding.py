@@ -36,6 +36,14 @@ SHARED = {
     "topk_group": 1,
     "head_dim": 16,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 DELTA = {
     "head_dim": 16,
     "layer_types": ["linear_attention"],
@@ -88,6 +96,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"num_experts": 4, "num_shared_experts": 1, "is_moe_layer": [True], "mlp_layer_types": ["sparse"]},
     "solar_open": SHARED,
     "hy_v3": SHARED | {"num_experts": 4, "num_shared_experts": 1, "mlp_layer_types": ["sparse"]},
+    "deepseek_v2": SHARED | LATENT | {"head_dim": 8},
+    "deepseek_v3": SHARED | LATENT | {"head_dim": 8},
+    "glm4_moe_lite": SHARED | LATENT | {"head_dim": 8, "mlp_layer_types": ["sparse"]},
+    "youtu": LATENT | {"head_dim": 8},
     "qwen3_next": DELTA | QWEN_MOE,
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": DELTA | QWEN_MOE,

@@ -82,20 +82,27 @@ def test_float_logits_stay_and_the_weights_come_back(family: str, tiny: Tiny, tm
 
 
 @pytest.mark.parametrize(
-    ("kind", "values"),
-    [("olmoe", True), ("glm4_moe", True), ("qwen3_next", False), ("qwen3_5_text", False), ("qwen3_5_moe_text", False)],
+    ("kind", "unturned"),
+    [
+        ("olmoe", ""),
+        ("glm4_moe", ""),
+        ("qwen3_next", "gates what its heads give"),
+        ("qwen3_5_text", "gates what its heads give"),
+        ("qwen3_5_moe_text", "gates what its heads give"),
+        ("deepseek_v3", "makes its values of latent vectors"),
+    ],
 )
-def test_hybrids_and_further_mixtures(kind: str, values: bool, tmp_path: Path) -> None:
-    """Layers with a state write to the residual stream, too; gates behind heads let no rotation of values pass."""
+def test_hybrids_and_further_mixtures(kind: str, unturned: str, tmp_path: Path) -> None:
+    """Layers with a state write to the residual stream, too; `unturned`: why values cannot be rotated."""
     model = tiny_model(kind).float()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.add_(torch.randn_like(weight) * 0.1) if "norm" in name else weight.mul_(4)
     model.save_pretrained(tmp_path / "plain")
-    if not values:
-        with pytest.raises(UserError, match=f"a {kind} layer gates what its heads give, .* set it false"):
+    if unturned:
+        with pytest.raises(UserError, match=f"a {kind} layer {unturned}, .* set it false"):
             rotated(tmp_path / "plain", tmp_path / "gated")
-    turned = rotated(tmp_path / "plain", tmp_path / "turned", values=values)
+    turned = rotated(tmp_path / "plain", tmp_path / "turned", values=not unturned)
     assert change(logits(tmp_path / "plain"), logits(turned)) < 1e-5
     unfold(turned, tmp_path / "back", SHARD)
     before, back = weights(tmp_path / "plain"), weights(tmp_path / "back")
