@@ -38,8 +38,9 @@ def _measured(how: str) -> tuple[int, int]:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
 def test_freed_memory_is_used_again_until_it_is_given_back() -> None:
+    # Of 320 MB; where the first two came to lie on either side of something else, one array comes anew.
     new, given = _measured("kept")
-    assert new < 10 and given > 25
+    assert new < 100 and given > 25
     # As the library does it by itself.
     new, given = _measured("plain")
     assert new > 200 and given < 10
