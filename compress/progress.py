@@ -45,6 +45,8 @@ _TITLES = {
     "page": "Writing the report",
 }
 _EVERY = 5.0  # seconds between plain lines of one stage
+# Seconds that rich takes the speed of bars from: blocks of large models take minutes each.
+_PERIOD = 600.0
 
 
 def silent(stage: str, done: int, total: int) -> None:
@@ -68,12 +70,14 @@ class Lines:
         self._stage = ""
         self._begun = self._shown = 0.0
         self._ended = True
+        self._reached: dict[int, float] = {}
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
         title = title_of(stage)
         if stage != self._stage or (self._ended and done < total):
             self._stage, self._begun, self._shown, self._ended = stage, now, now, False
+            self._reached = {done: now}
             if done < total:
                 self.note(f"{title} …")
                 return
@@ -82,10 +86,18 @@ class Lines:
                 self.note(f"{title}: done in {now - self._begun:.0f} s")
             self._ended = True
         elif now - self._shown >= _EVERY:
-            seconds = (now - self._begun) / max(done, 1) * (total - done)
-            left = f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
-            self.note(f"{title}: {done} of {total}" + (f", about {left} left" if done else ""))
+            self.note(f"{title}: {done} of {total}" + self._left(now, done, total))
             self._shown = now
+        self._reached.setdefault(done, now)
+
+    def _left(self, now: float, done: int, total: int) -> str:
+        """By the later half of the steps so far: embeddings come first in a model, and take no time beside blocks."""
+        first = min(self._reached, default=done)
+        early = max((step for step in self._reached if 2 * (step - first) <= done - first), default=done)
+        if early >= done:
+            return ""
+        seconds = (now - self._reached[early]) / (done - early) * (total - done)
+        return f", about {seconds / 60:.0f} min left" if seconds >= 120 else f", about {seconds:.0f} s left"
 
     def note(self, line: str) -> None:
         """A line that stays."""
@@ -108,12 +120,14 @@ class Bars:
             TextColumn("left"),
             Remaining(),
             console=Console(stderr=True),
+            speed_estimate_period=_PERIOD,
         )
         self._tasks: dict[str, TaskID] = {}
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage not in self._tasks:
-            self._tasks[stage] = self.bars.add_task(title_of(stage), total=total)
+            # What a run that goes on finds done has taken no time here.
+            self._tasks[stage] = self.bars.add_task(title_of(stage), total=total, completed=done)
         self.bars.update(self._tasks[stage], completed=done, total=total)
 
     def note(self, line: str) -> None:
