@@ -96,7 +96,7 @@ def plan_pass(source: Source, recipe: Recipe, inputs: RunInputs) -> Pass:
     stages = make_stages(recipe, plan, loader)
     if left_unfolded(recipe, kind := str(structure.text_config.model_type)):
         inputs.context.note(
-            f"the structure of {kind} is not known, so its channels are not scaled for the trellis: a little is lost"
+            f"the structure of {kind} is not known, so its channels are not scaled for the trellis (docs/recipes.md)"
         )
     return Pass(source, recipe, plan, plan_blocks(loader, plan, stages, windows, wished or Experts(), depth))
 
