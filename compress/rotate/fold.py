@@ -18,8 +18,6 @@ from compress.quantize.folding import NORM_OFFSET, Fold, folds
 from compress.rotate.hadamard import Rotation, orders
 
 _WRITERS = ("o_proj", "out_proj", "down_proj")
-# What attention gives is multiplied by a gate, channel by channel, which a rotation of values does not pass.
-_GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 @dataclass(frozen=True)
@@ -79,20 +77,21 @@ def value_size(layers: Sequence[nn.Module], model_type: str) -> int:
 
     Raises UserError where there is not one such size, where heads are gated, and where attention is latent.
     """
-    if model_type in _GATED:
-        raise UserError(
-            f"rotate.values: a {model_type} layer gates what its heads give, which no rotation passes: set it false"
-        )
-    if any(hasattr(attention, "kv_b_proj") for layer in layers if (attention := getattr(layer, "self_attn", None))):
+    attentions = [found for layer in layers if (found := getattr(layer, "self_attn", None)) is not None]
+    if any(hasattr(attention, "kv_b_proj") for attention in attentions):
         raise UserError(
             f"rotate.values: a {model_type} layer makes its values of latent vectors, which are not rotated: set it "
             "false"
         )
-    attentions = (layer.get_submodule("self_attn") for layer in layers)
-    sizes = {int(attention.head_dim) for attention in attentions}  # type: ignore[arg-type]
+    # Such gates come out of q_proj, beside the queries, and multiply the heads' outputs channel by channel.
+    if any(hasattr(a, "q_proj") and a.q_proj.out_features != a.o_proj.in_features for a in attentions):
+        raise UserError(
+            f"rotate.values: a {model_type} layer gates what its heads give, which no rotation passes: set it false"
+        )
+    sizes = {int(attention.head_dim) for attention in attentions}
     if len(sizes) > 1:
         raise UserError(f"rotate.values: expected heads of one size in all layers, found {sorted(sizes)}: set it false")
-    return max(sizes)
+    return max(sizes, default=0)
 
 
 def check_sizes(hidden: int, head_dim: int) -> None:
