@@ -14,7 +14,7 @@ from compress.errors import UserError
 
 NAME = "journal.json"
 COPY = "journal.json.copy"
-_SCHEMA = 5
+_SCHEMA = 6
 
 
 @dataclass(slots=True)
@@ -47,8 +47,7 @@ class Journal:
         for name, value in changed.items():
             setattr(self, name, value)
         body = {name: getattr(self, name) for name in _FIELDS}
-        for name in (NAME, COPY):
-            write_sealed(self.folder / name, _SCHEMA, body)
+        write_sealed(_SCHEMA, body, self.folder / NAME, self.folder / COPY)
 
 
 _FIELDS = tuple(one.name for one in fields(Journal) if one.name != "folder")

@@ -11,7 +11,7 @@ from compress.artifact.journal import differences
 from compress.errors import UserError
 
 NAME = "journal.json"
-_SCHEMA = 3
+_SCHEMA = 4
 _ADVICE = ": start again with --force"
 
 
@@ -55,7 +55,8 @@ class Journal:
         self.clock = time.monotonic()
         body = {name: getattr(self, name) for name in _FIELDS}
         # In their order, which decides among equals.
-        write_sealed(self.folder / NAME, _SCHEMA, {**body, "measured": [list(one) for one in self.measured.items()]})
+        measured = [list(one) for one in self.measured.items()]
+        write_sealed(_SCHEMA, {**body, "measured": measured}, self.folder / NAME)
 
     @property
     def seconds(self) -> float:

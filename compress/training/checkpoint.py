@@ -16,7 +16,7 @@ from compress.artifact import TRAINING, files, safetensors
 from compress.artifact.journal import differences
 from compress.errors import UserError
 
-_SCHEMA = 1
+_SCHEMA = 2
 _PATTERNS = ("checkpoint-*.safetensors", "best-*.safetensors", "*.tmp")
 
 
@@ -82,7 +82,7 @@ class Checkpoints:
         tensors |= {f"optimizer.{name}": tensor for name, tensor in moments.items()}
         last = self._write(f"checkpoint-{standing.step:08d}.safetensors", tensors)
         body = {"identity": self.identity, "standing": asdict(standing), "checkpoint": last, "best": self._best}
-        files.write_sealed(self.folder / TRAINING, _SCHEMA, body)
+        files.write_sealed(_SCHEMA, body, self.folder / TRAINING)
         self._sweep({record["file"] for record in (last, self._best) if record})
 
     def load(self) -> tuple[TrainingState, dict[str, Tensor], dict[str, Tensor]]:

@@ -255,13 +255,13 @@ def _targeting(groups: list[dict[str, Any]], prefix: str) -> list[dict[str, Any]
     Of expressions only those are run that cannot take long (patterns.py).
     """
 
-    def names(target: Any) -> bool:
-        if not isinstance(target, str) or not target.startswith("re:"):
-            return bool(target == prefix)
-        expression = target[3:]
-        return trouble(expression) is None and re.match(expression, prefix) is not None
+    def names(targets: list[Any]) -> bool:
+        if prefix in targets:
+            return True
+        expressions = [one[3:] for one in targets if isinstance(one, str) and one.startswith("re:")]
+        return any(trouble(one) is None and re.match(one, prefix) is not None for one in expressions)
 
-    found = [group for group in groups if any(map(names, group.get("targets") or []))]
+    found = [group for group in groups if names(group.get("targets") or [])]
     return found or [group for group in groups if "Linear" in (group.get("targets") or [])]
 
 

@@ -1,6 +1,7 @@
 """Regular expressions over the names of layers, as recipes and model files have them: none may search for ever."""
 
 import re
+from functools import lru_cache
 from re import _constants, _parser  # type: ignore[attr-defined]  # the only reader of the syntax there is
 from typing import Any
 
@@ -8,6 +9,7 @@ from typing import Any
 _MOST_WAYS, _LONGEST = 200_000_000, 64
 
 
+@lru_cache(maxsize=1024)  # asked for every layer of a model, the thousands of a mixture's experts too
 def trouble(pattern: str) -> str | None:
     """Why an expression cannot be searched in names: no expression, or with too many ways to match; None: it can."""
     try:
