@@ -116,6 +116,7 @@ def _in_parts(tensors: Iterable[Mapping[str, Tensor]], folder: Path) -> list[Pat
     folder.mkdir()
     paths: list[Path] = []
     waiting: dict[str, Tensor] = {}
+    held = 0
 
     def flush() -> None:
         paths.append(folder / f"part-{len(paths):06d}.safetensors")
@@ -124,8 +125,10 @@ def _in_parts(tensors: Iterable[Mapping[str, Tensor]], folder: Path) -> list[Pat
 
     for some in tensors:
         waiting |= some
-        if sum(tensor.nbytes for tensor in waiting.values()) >= _PART:
+        held += sum(tensor.nbytes for tensor in some.values())
+        if held >= _PART:
             flush()
+            held = 0
     if waiting:
         flush()
     return paths
