@@ -62,7 +62,7 @@ def _remember_types() -> None:
 
     def sizes(values: Any) -> tuple[int, ...] | None:
         found = tuple([one.value if type(one) is core.constexpr else one for one in values])
-        return found if all([type(one) is int for one in found]) else None
+        return found if all(type(one) is int for one in found) else None
 
     def numpy_type_of(kind: Any) -> Any:
         found = numpy_types.get(kind.name)

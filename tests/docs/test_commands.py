@@ -2,8 +2,6 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typer.main import get_command
 
 from compress.sweep import check_words
 from specpress.cli import app
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -100,7 +99,7 @@ def test_the_cheap_ones_run(tmp_path: Path) -> None:
     words = ["compress", "--recipe", "int4-rtn", "--out", str(run), "--no-speed", "--eval-tokens", "0"]
     for line in [words, *CHEAP]:
         given = [word.format(folder=tmp_path, run=run) for word in line]
-        done = subprocess.run([sys.executable, "-m", "specpress", *given], capture_output=True, text=True, timeout=300)
+        done = warm.run("specpress", *given)
         assert done.returncode == 0, (line, done.stderr)
 
 

@@ -1,5 +1,4 @@
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +6,7 @@ import pytest
 
 from compress import Artifact, Recipe, compress
 from compress.model.source import default_pair
+from tests import warm
 
 
 @pytest.fixture(scope="session")
@@ -21,8 +21,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def specpress(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
-    command = [sys.executable, "-m", "specpress", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+    return warm.run("specpress", *words, timeout=120, **options)
 
 
 @pytest.fixture(name="specpress")

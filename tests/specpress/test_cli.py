@@ -13,6 +13,7 @@ import pytest
 from typer.main import get_command
 
 from specpress.cli import COMMANDS, app, load_command
+from tests import warm
 
 # What no help may need: each takes a second or more.
 HEAVY = ("torch", "transformers", "numpy", "rich", "huggingface_hub", "matplotlib")
@@ -114,26 +115,15 @@ COMPLETIONS = {
 def test_completes(shell: str, words: str, found: set[str]) -> None:
     settings, kind = COMPLETIONS[shell]
     asked = {key: value.format(words=words, last=len(words.split()) - 1) for key, value in settings.items()}
-    done = subprocess.run(
-        [sys.executable, "-m", "specpress"],
-        env={**os.environ, **asked, "_SPECPRESS_COMPLETE": kind},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = warm.run("specpress", env={**os.environ, **asked, "_SPECPRESS_COMPLETE": kind})
     assert all(name in done.stdout for name in found), done
     assert "bench" not in done.stdout.split()
 
 
 @pytest.mark.parametrize("shell", COMPLETIONS)
 def test_shows_the_completion_script(shell: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "specpress", "--show-completion", shell],
-        env={**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    asked = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    done = warm.run("specpress", "--show-completion", shell, env={**os.environ, **asked})
     assert "_SPECPRESS_COMPLETE" in done.stdout and f"complete_{shell}" in done.stdout, done
 
 

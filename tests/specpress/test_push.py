@@ -3,6 +3,8 @@
 import importlib.util
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,6 +41,17 @@ def surroundings(tmp_path: Path) -> dict[str, str]:
     """No token of the machine's user, and uploads as plain HTTP."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     return {**kept, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+
+
+@pytest.fixture
+def specpress() -> Callable[..., Any]:
+    """The command, which imports huggingface_hub itself: it reads its settings then."""
+
+    def run(*words: str | Path, env: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-m", "specpress", *map(str, words)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+
+    return run
 
 
 def expected(run: Path) -> set[str]:

@@ -17,6 +17,7 @@ from runtime.audit.run import Plan, audit, known_prompts
 from runtime.audit.sampled import Known
 from runtime.audit.statistics import accusations, chi_squared_tail, needed
 from runtime.errors import UserError
+from tests import warm
 from tests.runtime.audit.engines import Sampler
 
 ROOT = Path(__file__).parents[3]
@@ -129,9 +130,7 @@ def test_the_page_escapes_what_engines_are_called(known: Known) -> None:
 
 
 def command(*words: object) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "runtime.audit", *map(str, words)], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    return warm.run("runtime.audit", *words, cwd=ROOT)
 
 
 def test_the_command_writes_its_model_and_audits(tmp_path: Path) -> None:

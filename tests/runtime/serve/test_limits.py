@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests import warm
 from tests.serving import ROOT, Running, running
 
 KEY, ADMIN = "a-key-of-ours", "another-for-admins"
@@ -165,8 +166,7 @@ def test_a_model_is_loaded_beside_and_over_another_and_let_go(server: Running, p
     ],
 )
 def test_a_server_that_cannot_start_says_why(options: list[str], part: str, pair: tuple[Path, Path]) -> None:
-    command = [sys.executable, "-m", "runtime.serve", "--target", f"pair={pair[0]}", "--port", "0", *options]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = warm.run("runtime.serve", "--target", f"pair={pair[0]}", "--port", 0, *options, cwd=ROOT)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: ") and part in done.stderr and "Traceback" not in done.stderr
     assert len(done.stderr.strip().split("\n")) == 1
