@@ -5,11 +5,13 @@ tokens alone, never on how many of them a round brought.
 """
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from runtime.contract import Loaded
 from runtime.errors import UserError
 from runtime.sampling.detokenize import Detokenizer
+
+if TYPE_CHECKING:
+    from runtime.contract import Loaded
 
 
 class Exactly(NamedTuple):
@@ -110,7 +112,7 @@ def kept(tokens: Sequence[int], stop_tokens: Collection[int], strings: StopStrin
     return (len(tokens), False) if stop is None else (stop + 1, True)
 
 
-def resolve(stop: Stop | None, model: Loaded, vocab_size: int) -> tuple[frozenset[int], tuple[str, ...]]:
+def resolve(stop: Stop | None, model: "Loaded", vocab_size: int) -> tuple[frozenset[int], tuple[str, ...]]:
     """The stop tokens and stop strings that a user's `stop` means for this model.
 
     stop  None: the model's own end tokens. Ids replace these, strings come on top of them; (): nothing ends the text.
@@ -143,7 +145,7 @@ def resolve(stop: Stop | None, model: Loaded, vocab_size: int) -> tuple[frozense
     return ids | frozenset(special.values()), tuple(text for text in strings if text not in special)
 
 
-def _end_tokens(model: Loaded) -> frozenset[int]:
+def _end_tokens(model: "Loaded") -> frozenset[int]:
     found = model.end_tokens
     if not found and model.tokenizer.eos_token_id is not None:
         return frozenset([model.tokenizer.eos_token_id])

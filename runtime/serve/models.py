@@ -12,7 +12,7 @@ from runtime.serve.flight import Bell, Flight
 from runtime.serve.front import Front
 from runtime.serve.metrics import Meter, Registry
 from runtime.serve.settings import Limits, ModelSettings
-from runtime.serve.vocabulary import Vocabulary
+from runtime.serve.vocabulary import Vocabulary, import_tokenizers
 
 
 class Writes(Protocol):
@@ -127,8 +127,11 @@ class Models:
         async with self._loading:
             meter = Meter(self._registry, settings.name)
             front = self._front(settings, meter)
+            # While the engine's process imports the same and loads the weights.
+            imported = asyncio.create_task(asyncio.to_thread(import_tokenizers))
             await front.start()
             try:
+                await imported
                 vocabulary = await asyncio.to_thread(
                     Vocabulary, front.about["model"], front.about["vocab_size"], self._template
                 )

@@ -12,6 +12,11 @@ from runtime.serve.errors import invalid
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
+def import_tokenizers() -> None:
+    """Imports what tokenizers are read with, which takes seconds."""
+    from transformers import AutoTokenizer  # noqa: F401
+
+
 class Vocabulary:
     """A tokenizer, and what single tokens look like.
 

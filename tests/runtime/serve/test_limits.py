@@ -181,6 +181,16 @@ def test_runtime_imports_no_package_of_the_server() -> None:
     assert done.stdout == "[]\n", done.stderr
 
 
+def test_a_server_starts_its_engine_before_it_imports_what_takes_seconds() -> None:
+    """Both processes import torch and transformers, side by side: the server needs them for tokenizers alone."""
+    code = (
+        "import sys; from runtime.serve import server; heavy = ('torch', 'transformers');"
+        "print([n for n in heavy if n in sys.modules]); import runtime.contract; print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.split("\n")[:2] == ["[]", "True"], done.stderr
+
+
 def test_without_the_extra_one_sentence_says_how_to_get_it(pair: tuple[Path, Path]) -> None:
     code = (
         "import importlib.util as u; real = u.find_spec;"
