@@ -186,15 +186,16 @@ def _compressed_tensors(config: Mapping[str, Any], opened: Opened, packed: Seque
 
 
 def _bitsandbytes(config: Mapping[str, Any], opened: Opened, packed: Sequence[str]) -> list[Finding]:
-    four = [name for name in packed if any(".quant_state." in part for part in by_weight(opened.tensors)[name])]
+    weights = by_weight(opened.tensors)
+    four = {name: weights[name] for name in packed if any(".quant_state." in part for part in weights[name])}
     eight = [name for name in packed if name not in four]
     says_four = bool(config.get("load_in_4bit") or config.get("_load_in_4bit"))
-    wrong = eight if says_four else four
+    wrong = eight if says_four else list(four)
     findings = []
     if wrong:
         says = f"says {4 if says_four else 8} bits, and {wrong[0]} is stored in {8 if says_four else 4}"
         findings.append(_finding("broken", "quantization", _WHERE, says))
-    nested = [n for n in four if any(part.endswith(".nested_absmax") for part in by_weight(opened.tensors)[n])]
+    nested = [name for name, parts in four.items() if any(part.endswith(".nested_absmax") for part in parts)]
     double = config.get("bnb_4bit_use_double_quant")
     if four and double is not None and bool(double) != bool(nested):
         says = f"bnb_4bit_use_double_quant is {str(double).lower()}, and {len(nested)} of {len(four)} layers are so"

@@ -106,9 +106,9 @@ def read(
     import torch
 
     from runtime.formats import int8
-    from runtime.formats.tensors import take
+    from runtime.formats.tensors import ReadOnce, take
 
-    name = f"{prefix}.weight"
+    name, tensors = f"{prefix}.weight", ReadOnce(tensors)
     if quantization is not None:
         method = _method(quantization)
         packed: PackedWeight | None = import_module(READERS[method]).read(quantization, tensors, prefix, unpack)

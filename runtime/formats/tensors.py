@@ -1,6 +1,6 @@
 """What every weight format needs: named tensors, checked shapes and values, scales that survive being written."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,29 @@ from runtime.formats.packed import PackedWeight
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
 # Tensors by full name; a checkpoint's shards are one that reads lazily.
 Tensors = Mapping[str, Tensor]
+
+
+class ReadOnce(Mapping[str, Tensor]):
+    """Tensors of which each is read once: a layer's format asks for some of them several times, and a checkpoint reads
+    them anew each time."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+        self._read: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._read:
+            self._read[name] = self._tensors[name]
+        return self._read[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def take(tensors: Tensors, name: str) -> Tensor:

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -9,6 +11,18 @@ import torch
 from runtime import formats
 from runtime.formats.schemes import SCHEMES, named, stored_bytes
 from runtime.formats.tensors import tensor_bytes
+
+
+class Counted(dict[str, torch.Tensor]):
+    """Tensors, and how often each was read."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self.reads: Counter[str] = Counter()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.reads[name] += 1
+        return super().__getitem__(name)
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -29,8 +43,11 @@ def test_a_row_says_what_its_format_packs_and_how_large_that_is(name: str, symme
     described = {key for key in tensors if key.endswith(("bitsandbytes__nf4", "input_scale"))}
     expected = tensor_bytes({key: value for key, value in tensors.items() if key not in described})
     assert stored_bytes(scheme, 64, 256) == expected
-    back = formats.read(formats.hf_config({"layer": scheme}), tensors, "layer")
+    checkpoint = Counted(tensors)
+    back = formats.read(formats.hf_config({"layer": scheme}), checkpoint, "layer")
     assert not isinstance(back, torch.Tensor) and torch.equal(back.codes.float(), packed.codes.float())
+    # A checkpoint reads a tensor anew each time.
+    assert checkpoint.reads and set(checkpoint.reads.values()) == {1}
 
 
 def test_codes_lie_in_their_ranges() -> None:

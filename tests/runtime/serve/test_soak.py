@@ -8,7 +8,7 @@ from tests.serving import running
 from tests.soak import soak
 
 
-@pytest.mark.parametrize("seconds", [30, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [15, pytest.param(120, marks=pytest.mark.slow)])
 def test_mixed_requests_are_right_under_load(tmp_path: Path, pair: tuple[Path, Path], seconds: int) -> None:
     options = ("--pages", "24", "--context", "512", "--threads", "1")
     with running(tmp_path, [f"pair={pair[0]}"], *options) as server:
