@@ -39,6 +39,7 @@ def test_sizes() -> None:
         assert "bits per byte" in card and "SHA-256" in card and "Apache-2.0" in card
 
 
+@pytest.mark.slow
 def test_bits_per_byte_on_held_out_python(pair: tuple[Model, Model], corpus: corpora.Corpus) -> None:
     target = pair[0]
     windows = make_windows(

@@ -144,7 +144,9 @@ def compare_model(model: Path, label: str, vocab: int, seed: int, kernels: str) 
     return rows, different
 
 
-@pytest.mark.parametrize("kernels", PATHS)
+@pytest.mark.parametrize(
+    "kernels", [pytest.param(path, marks=pytest.mark.slow) if path == "reference" else path for path in PATHS]
+)
 def test_bits_of_a_few_models(tmp_path: Path, kernels: str) -> None:
     for seed in QUICK_TORCH if kernels in TORCH else QUICK:
         rows, different = compare(tmp_path / str(seed), seed, kernels)

@@ -21,6 +21,7 @@ def test_there_are_beginnings_of_every_kind(example: dict[str, Any], seed: int) 
     assert all(len(found[kind]) == 5 and all(found[kind]) for kind in example["KINDS"])
 
 
+@pytest.mark.slow
 def test_each_trial_counts(example: dict[str, Any]) -> None:
     small = ["--count", "1", "--new-tokens", "16", "--rounds", "1", "--trials", "2", "--drafters", "lookup,model"]
     result = CliRunner().invoke(example["app"], small)

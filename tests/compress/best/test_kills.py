@@ -37,7 +37,8 @@ def check(found: dict[str, Any], kills: int) -> None:
     assert len(found["kills"]) == kills and found["steps"] > 100
 
 
-@pytest.mark.parametrize("chain", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("chain", [1, 3])
 def test_killed_and_resumed(killed: Drive, chain: int) -> None:
     found = killed("size", wanted=1, chain=chain)
     check(found, 1)

@@ -258,7 +258,7 @@ def recipe_of(kind: str) -> Recipe:
     return Recipe.model_validate({"name": "tiny-medusa", "stages": stages})
 
 
-@pytest.mark.parametrize("kind", ["medusa-1", "medusa-2"])
+@pytest.mark.parametrize("kind", ["medusa-1", pytest.param("medusa-2", marks=pytest.mark.slow)])
 def test_a_run_with_heads(tiny: Tiny, tmp_path: Path, kind: str) -> None:
     """Heads beside the model that they belong to, in the manifest and in what the report is made of."""
     text = tmp_path / "text.txt"

@@ -61,7 +61,7 @@ def check(found: dict[str, Any]) -> None:
     assert not bad, f"{bad}\n{found['errors']}"
 
 
-@pytest.mark.parametrize("name", ["rounded", "calibrated"])
+@pytest.mark.parametrize("name", [pytest.param("rounded", marks=pytest.mark.slow), "calibrated"])
 def test_killed_at_some_write_boundaries(killed: Callable[..., dict[str, Any]], name: str) -> None:
     points = [1, 22, 37, 71, 90]
     found = killed(name, points)

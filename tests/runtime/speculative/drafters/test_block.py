@@ -165,7 +165,9 @@ class Chains(BlockDrafter):
         super().__init__(network, verify, branch=1)
 
 
-@pytest.mark.parametrize(("kind", "frequent"), [(BlockDrafter, 0), (Chains, 0), (BlockDrafter, 90)])
+@pytest.mark.parametrize(
+    ("kind", "frequent"), [pytest.param(BlockDrafter, 0, marks=pytest.mark.slow), (Chains, 0), (BlockDrafter, 90)]
+)
 def test_texts_are_those_of_plain_decoding(
     target: Model, tmp_path: Path, kind: type[BlockDrafter], frequent: int
 ) -> None:
