@@ -14,6 +14,7 @@ import typer
 
 from compress.context import RunContext
 from compress.errors import USER_ERRORS, UserError
+from runtime.checkpoints.locate import here
 from runtime.cli import without_traceback
 
 if TYPE_CHECKING:
@@ -139,6 +140,8 @@ def _main(
         return
     if recipe is None:
         raise UserError(f"--recipe: expected a recipe ({', '.join(r.name for r in built_in())}), found none: name one")
+    if options["model"] is not None:
+        here(options["model"])
     chosen = Recipe.load(recipe, note=lambda line: typer.echo(f"note: {line}", err=True))
     context = context_of(chosen, export, memory_budget, no_speed, **options)
     from rich.console import Console

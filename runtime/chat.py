@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from runtime.checkpoints.locate import here
 from runtime.cli import without_traceback
 from runtime.errors import UserError
 from runtime.generate import drafter_name
@@ -66,6 +67,7 @@ def command(
     """
     with without_traceback():
         path = _one(model_path, target)
+        here(path)
         from runtime.model.load import load
         from runtime.sampling.conversation import Conversation
         from runtime.sampling.params import Sampling

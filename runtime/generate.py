@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from runtime.checkpoints.locate import here
 from runtime.cli import without_traceback
 from runtime.errors import UserError, meant
 
@@ -153,6 +154,7 @@ def main(
 ) -> None:
     """Continues a prompt with a target model and a drafter, and prints acceptance and speed at the end."""
     with without_traceback():
+        here(target)
         # Imported here: torch takes longer to load than `--help` may take.
         from runtime.model.load import load
         from runtime.sampling.params import Sampling

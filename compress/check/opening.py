@@ -15,7 +15,8 @@ from runtime.checkpoints.gguf.config import configure
 from runtime.checkpoints.gguf.names import FORMS, ROPE_FACTORS
 from runtime.checkpoints.gguf.parts import parts
 from runtime.checkpoints.gguf.reader import Header, read_header
-from runtime.checkpoints.open import locate, older_quantization
+from runtime.checkpoints.locate import locate
+from runtime.checkpoints.open import older_quantization
 from runtime.checkpoints.safetensors import INDEX, SINGLE, Entry, Shards, header, inside
 from runtime.errors import UserError as RuntimeFloorError
 from runtime.files import read_json

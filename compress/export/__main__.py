@@ -71,7 +71,7 @@ def _export(artifact: str, to: str, out: Path | None, force: bool) -> None:
 def _check(artifact: str) -> None:
     from compress.artifact import manifest
     from compress.export import serve
-    from runtime.checkpoints.open import locate
+    from runtime.checkpoints.locate import locate
 
     run = locate(artifact).resolve().parent
     if not manifest.is_run_folder(run):

@@ -12,7 +12,7 @@ from compress.export import Exported, Progress, check_kinds
 from compress.export import run as export
 from compress.model.plan import Plan
 from compress.recipe import Recipe
-from runtime.checkpoints.open import locate
+from runtime.checkpoints.locate import locate
 from runtime.formats.schemes import SCHEMES
 
 FOLDER = "exports"

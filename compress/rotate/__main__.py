@@ -23,7 +23,7 @@ def main(
     """Undoes a rotation: writes plain weights that can be laid beside the original's."""
     with without_traceback(USER_ERRORS):
         from compress.rotate.unfold import unfold
-        from runtime.checkpoints.open import locate
+        from runtime.checkpoints.locate import locate
 
         unfold(locate(model), out, SHARD_BYTES)
         typer.echo(f"{out}: unfolded")

@@ -23,7 +23,7 @@ from runtime.bench.replay import ReplayedDrafter, parse_rates, random_network
 from runtime.bench.shapes import SHAPES
 from runtime.bench.speculate import GrammarDrafter, Item, Job, Way, run_once
 from runtime.checkpoints.heads.open import kind_of
-from runtime.checkpoints.open import locate
+from runtime.checkpoints.locate import locate
 from runtime.engine.requests import MAX_DRAFT_LENGTH
 from runtime.errors import UserError
 from runtime.files import read_json

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from runtime.checkpoints.locate import here
 from runtime.cli import takes
 from runtime.errors import UserError
 from runtime.serve.settings import Access, Limits, ModelSettings, PageSettings
@@ -112,6 +113,9 @@ def serve(options: ServeOptions) -> None:
     Stop it with Ctrl-C or SIGTERM: running texts end first. See docs/serve.md.
     """
     require_packages()
+    models = model_settings(options)
+    for one in models:
+        here(one.path)
     from runtime.serve.guard import is_loopback, read_keys
     from runtime.serve.server import run
     from runtime.serve.vocabulary import read_template
@@ -133,7 +137,7 @@ def serve(options: ServeOptions) -> None:
     limits = Limits(
         options.max_queued, options.max_queued_tokens, options.max_body, options.drain, options.stall, options.lenient
     )
-    run(model_settings(options), access, limits, template, page_settings(options))
+    run(models, access, limits, template, page_settings(options))
 
 
 app.command()(serve)

@@ -42,6 +42,31 @@ finally:
     assert done.stderr.splitlines()[-1] == "[]"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("generate", "--target", "nowhere", "--prompt", "x"),
+        ("chat", "nowhere"),
+        ("serve", "--target", "nowhere"),
+        ("compress", "--recipe", "nf4", "--model", "nowhere"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_mistyped_path_is_told_at_once(words: tuple[str, ...]) -> None:
+    code = f"""
+import sys
+sys.argv = ["specpress", *{words!r}]
+from specpress.cli import main
+try:
+    main()
+finally:
+    print([name for name in ("torch", "transformers", "fastapi") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.startswith("error: nowhere: no such directory"), done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 def test_help_is_quick(specpress: Callable[..., Any]) -> None:
     """Three times a bare Python's start and some 0.1 s; 0.4 s on a quiet machine."""
 

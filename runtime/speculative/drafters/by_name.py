@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from runtime.checkpoints import block_draft, medusa
 from runtime.checkpoints.heads.open import kind_of
 from runtime.checkpoints.heads.record import HEAD_KINDS, HeadKind
-from runtime.checkpoints.open import locate
+from runtime.checkpoints.locate import locate
 from runtime.contract import no_drafts
 from runtime.errors import UserError
 from runtime.files import regular
