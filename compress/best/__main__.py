@@ -12,6 +12,7 @@ import typer
 
 from compress.context import RunContext
 from compress.errors import USER_ERRORS, UserError
+from runtime.checkpoints.locate import here
 from runtime.cli import without_traceback
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -91,6 +92,8 @@ def _main(
     **options: str | int | None,
 ) -> None:
     """`options`: fields of RunContext by name."""
+    if isinstance(options["model"], str):
+        here(options["model"])
     from dataclasses import replace
 
     from compress.best.budgets import Budgets

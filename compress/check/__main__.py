@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from compress.errors import USER_ERRORS
+from runtime.checkpoints.locate import here
 from runtime.cli import without_traceback
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -32,6 +33,9 @@ def main(
     Ends with 0 where all is good, with 1 where something is suspicious or broken, with 2 for a mistake in the command.
     """
     with without_traceback(USER_ERRORS):
+        here(folder)
+        if original:
+            here(original)
         from compress.check.check import Text, check
         from compress.check.show import show
         from compress.progress import show as show_progress

@@ -11,6 +11,7 @@ import typer
 
 from compress.errors import USER_ERRORS, UserError
 from compress.export import FORMATS
+from runtime.checkpoints.locate import here
 from runtime.cli import without_traceback
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -37,6 +38,7 @@ def main(
     A run's SERVE.md, with commands and files for engines, is written anew.
     """
     with without_traceback(USER_ERRORS):
+        here(artifact)
         if to or not check:
             _export(artifact, to, out, force)
         if check:

@@ -49,6 +49,9 @@ finally:
         ("chat", "nowhere"),
         ("serve", "--target", "nowhere"),
         ("compress", "--recipe", "nf4", "--model", "nowhere"),
+        ("best", "--model", "nowhere", "--kl", "0.1"),
+        ("export", "nowhere", "--to", "gguf"),
+        ("check", "nowhere"),
     ],
     ids=lambda words: words[0],
 )
