@@ -5,7 +5,7 @@ They are optional. Without a C++ compiler the install succeeds, says so in a lin
 
 import sys
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
@@ -124,40 +124,54 @@ class BuildKernels(build_ext):
             print(f"specpress: native kernels left out, plain torch will run instead ({reason})", file=sys.stderr)
 
     def _build(self, ext: Extension) -> None:
-        temporary = Path(self.build_temp)
         objects: list[str] = []
         macros: list[tuple[str, str | None]] = []
-        for name, flags in PATHS.items():
-            if name not in self.chosen:
-                continue
-            own: list[tuple[str, str | None]] = [("SPECPRESS_PATH", name)]
-            try:
-                if name in TWINS and not sysconfig.get_platform().startswith("macosx"):
-                    twin, kernels, more = TWINS[name]
-                    objects += self._compile(kernels, temporary / twin, [("SPECPRESS_PATH", twin)], [*flags, *more])
-                    own.append(("SPECPRESS_TWIN", twin))
-                objects += self._compile(KERNELS, temporary / name, own, flags)
-            except CCompilerError:
-                if name == "portable":
-                    raise
-                print(f"specpress: the compiler does not know the instructions of {name}", file=sys.stderr)
-            else:
-                macros.append((f"SPECPRESS_{name.upper()}", None))
-        objects += self._compile(COMMON, temporary / "common", macros, [])
+        with ThreadPoolExecutor() as pool:
+            # All paths at once: at the end of each, one long file would keep the other cores waiting.
+            started = {name: self._path(pool, name, flags) for name, flags in PATHS.items() if name in self.chosen}
+            for name, files in started.items():
+                try:
+                    objects += [made for file in files for made in file.result()]
+                except CCompilerError:
+                    if name == "portable":
+                        raise
+                    print(f"specpress: the compiler does not know the instructions of {name}", file=sys.stderr)
+                else:
+                    macros.append((f"SPECPRESS_{name.upper()}", None))
+            files = self._compile(pool, COMMON, "common", macros, [])
+            objects += [made for file in files for made in file.result()]
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         self.compiler.link_shared_object(objects, str(target), extra_postargs=["-pthread"], target_lang="c++")
 
-    def _compile(
-        self, names: list[str], where: Path, macros: list[tuple[str, str | None]], flags: list[str]
-    ) -> list[str]:
-        def one(name: str) -> list[str]:
-            return self.compiler.compile(
-                [f"{HERE}/{name}.cpp"], output_dir=str(where), macros=macros, extra_postargs=[*FLAGS, *flags]
-            )
+    def _path(self, pool: ThreadPoolExecutor, name: str, flags: list[str]) -> "list[Future[list[str]]]":
+        """Starts to compile a path's kernels, and its twin's."""
+        own: list[tuple[str, str | None]] = [("SPECPRESS_PATH", name)]
+        files = []
+        if name in TWINS and not sysconfig.get_platform().startswith("macosx"):
+            twin, kernels, more = TWINS[name]
+            files += self._compile(pool, kernels, twin, [("SPECPRESS_PATH", twin)], [*flags, *more])
+            own.append(("SPECPRESS_TWIN", twin))
+        return files + self._compile(pool, KERNELS, name, own, flags)
 
-        with ThreadPoolExecutor() as pool:
-            return [made for group in pool.map(one, names) for made in group]
+    def _compile(
+        self,
+        pool: ThreadPoolExecutor,
+        names: list[str],
+        folder: str,
+        macros: list[tuple[str, str | None]],
+        flags: list[str],
+    ) -> "list[Future[list[str]]]":
+        def one(name: str) -> list[str]:
+            made: list[str] = self.compiler.compile(
+                [f"{HERE}/{name}.cpp"],
+                output_dir=str(Path(self.build_temp) / folder),
+                macros=macros,
+                extra_postargs=[*FLAGS, *flags],
+            )
+            return made
+
+        return [pool.submit(one, name) for name in names]
 
 
 # The embedded pair lives once, in examples/, and travels in the wheel as data.

@@ -364,6 +364,7 @@ def test_unexpected_tensors_beside_the_weights_would_be_reported(
 
 
 # ---------------------------------------------------------------------------------------------------------- the pair
+@pytest.mark.slow
 def test_calibrated_caches_on_the_pair(tmp_path: Path, windows: Windows) -> None:
     """Perplexity within the bounds, and predictions nearer to a float32 cache's than without factors."""
     source = default_pair()[0]
