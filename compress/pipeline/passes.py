@@ -39,7 +39,9 @@ from compress.stages.sensitivity import choose_schemes
 from compress.training import contract
 from compress.training.contract import KINDS, StageContext
 from compress.training.parallel import World, current
+from compress.training.precision import has_bfloat16
 from runtime.checkpoints.open import open_checkpoint
+from runtime.devices import resolve
 
 _SECOND = "second-pass"
 
@@ -241,6 +243,9 @@ def _stage_context(
     context, text = inputs.context, inputs.training_texts[index]
     trained = context.recipe.stages[index].trained
     assert trained is not None
+    quick = has_bfloat16(str(resolve(context.device)))
+    if trained.training.autocast == "auto" and not quick:
+        context.note("this device has no instructions that multiply bfloat16, so training computes in float32")
     return StageContext(
         run=context,
         original=inputs.target.path,
@@ -249,7 +254,7 @@ def _stage_context(
         tokens=text.tokens(texts, context.progress),
         held_out=text.held_out,
         work=work,
-        settings=trained.training.settings(context.seed),
+        settings=trained.training.settings(context.seed, quick),
         budget=trained.training.budget(),
     )
 

@@ -52,7 +52,7 @@ class BlockDraft(TrainingStage):
         "length": 192,
         "evaluate_every": 250,
         "save_every": 250,
-        "autocast": True,
+        "autocast": "auto",
     }
 
     taps: tuple[Annotated[StrictInt, Field(ge=0)], ...] | None = None

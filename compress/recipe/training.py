@@ -87,6 +87,7 @@ class Training(Strict):
 
     minutes, tokens  the budget: one of the two (`Budget` says what they mean).
     source           text to train on (calib/training_text.py); default: the run's own, without what is measured on.
+    autocast         auto: where the device has instructions that multiply bfloat16; in float32 elsewhere.
     The other keys are the loop's `Settings`.
     """
 
@@ -105,7 +106,7 @@ class Training(Strict):
     length: Annotated[StrictInt, Field(ge=8, le=131_072)] = 256
     evaluate_every: Count = 100
     save_every: Count = 100
-    autocast: StrictBool = False
+    autocast: StrictBool | Literal["auto"] = False
 
     @model_validator(mode="after")
     def _one_budget(self) -> "Training":
@@ -116,8 +117,11 @@ class Training(Strict):
     def budget(self) -> Budget:
         return Budget(self.tokens, self.minutes)
 
-    def settings(self, seed: int) -> Settings:
+    def settings(self, seed: int, bfloat16: bool = False) -> Settings:
+        """The loop's; `bfloat16`: whether an `autocast` of auto is one (compress/training/precision.py)."""
         mine = self.model_dump(exclude={"minutes", "tokens", "source"})
+        if self.autocast == "auto":
+            mine["autocast"] = bfloat16
         return Settings(seed=seed, **mine)
 
     def with_budget(self, budget: Budget) -> "Training":

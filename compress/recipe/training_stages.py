@@ -34,7 +34,7 @@ class Draft(TrainingStage):
     # Minutes are what the embedded pair's draft takes on two cores, its teacher's samples included. On that pair with a
     # ternary target half of the rate was 0.003 of agreement behind after two million tokens, two and a half times it
     # 0.02 of acceptance after half a million.
-    defaults: ClassVar[dict[str, Any]] = {"minutes": 15.0, "learning_rate": 2e-3, "autocast": True}
+    defaults: ClassVar[dict[str, Any]] = {"minutes": 15.0, "learning_rate": 2e-3, "autocast": "auto"}
 
     loss: Literal["forward_kl", "reverse_kl", "jsd", "total_variation", "minillm"] = "forward_kl"
     beta: OpenShare = 0.5
@@ -158,7 +158,7 @@ class Heal(DistillationStage):
     """
 
     # On the embedded pair and two cores. bfloat16 takes a third of float32's time where the CPU has it.
-    defaults: ClassVar[dict[str, Any]] = {"minutes": 20.0, "autocast": True}
+    defaults: ClassVar[dict[str, Any]] = {"minutes": 20.0, "autocast": "auto"}
 
 
 class Joint(Strict):
@@ -206,7 +206,7 @@ class Medusa(TrainingStage):
         "length": 192,
         "evaluate_every": 250,
         "save_every": 500,
-        "autocast": True,
+        "autocast": "auto",
     }
 
     kind: Literal["medusa-1", "medusa-2"] = "medusa-1"
@@ -246,7 +246,7 @@ class Learn(TrainingStage):
     gradient_checkpointing  activations are computed twice instead of kept: slower, in less memory.
     """
 
-    defaults: ClassVar[dict[str, Any]] = {"minutes": 20.0, "learning_rate": 2e-3, "autocast": True}
+    defaults: ClassVar[dict[str, Any]] = {"minutes": 20.0, "learning_rate": 2e-3, "autocast": "auto"}
 
     loss: LossWeights = LossWeights(forward_kl=1.0)
     rounding: StrictBool = True

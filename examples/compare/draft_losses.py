@@ -27,6 +27,7 @@ from compress.distill.acceptance import Acceptance, measure
 from compress.errors import USER_ERRORS
 from compress.progress import show
 from compress.recipe.training_stages import Draft
+from compress.training.precision import has_bfloat16
 
 LOSSES = ("forward_kl", "reverse_kl", "jsd", "total_variation", "minillm")
 LENGTH, HELD_OUT, EVALUATION = 256, 32, 64
@@ -99,7 +100,7 @@ def compare(run: Path, losses: Sequence[str], keys: dict[str, Any], source: str,
                 tokens=tokens,
                 held_out=windows.calibration,
                 work=work / loss,
-                settings=stage.training.settings(seed),
+                settings=stage.training.settings(seed, has_bfloat16("cpu")),
                 budget=stage.training.budget(),
             )
             told = draft.run(stage, context, work / f"{loss}-draft")
