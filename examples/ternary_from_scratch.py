@@ -32,6 +32,7 @@ from compress.report import figure as plots
 from compress.training import float_model
 from compress.training.data import PackedBatches
 from compress.training.loop import TrainingResult, train
+from compress.training.precision import has_bfloat16
 from runtime.checkpoints.open import open_checkpoint
 
 
@@ -106,7 +107,7 @@ def main() -> None:
         seed=given.seed,
         evaluate_every=every,
         save_every=every,
-        autocast=True,
+        autocast=has_bfloat16("cpu"),
     )
     config = AutoConfig.from_pretrained(default_pair()[0])
     found: dict[str, TrainingResult] = {}
@@ -117,9 +118,8 @@ def main() -> None:
             model.to(torch.bfloat16).save_pretrained(given.out / "start")
             AutoTokenizer.from_pretrained(default_pair()[0]).save_pretrained(given.out / "start")
             make_ternary(model.float(), config.rms_norm_eps if given.norm else None)
-        task = RoundedTask(
-            model, None, held_out, Ternary.model_validate({"loss": {"cross_entropy": 1.0}}), autocast=True
-        )
+        stage = Ternary.model_validate({"loss": {"cross_entropy": 1.0}})
+        task = RoundedTask(model, None, held_out, stage, settings.autocast)
         folder = given.out / "checkpoints" / name.replace(" ", "-")
         found[name] = train(
             task,
@@ -130,7 +130,7 @@ def main() -> None:
             progress=lambda *_: None,
             note=lambda line, name=name: print(f"{name}: {line}", flush=True),  # type: ignore[misc]
         )
-        # In float32: what the loop saw was under autocast.
+        # In float32: what the loop saw may have been under autocast.
         print(f"{name}: perplexity {math.exp(float_model.held_out_loss(model, held_out)):.2f}", flush=True)
     if not given.norm:
         pack(model, given.out / "start", given.out)
