@@ -140,9 +140,9 @@ def _main(
         return
     if recipe is None:
         raise UserError(f"--recipe: expected a recipe ({', '.join(r.name for r in built_in())}), found none: name one")
+    chosen = Recipe.load(recipe, note=lambda line: typer.echo(f"note: {line}", err=True))
     if options["model"] is not None:
         here(options["model"])
-    chosen = Recipe.load(recipe, note=lambda line: typer.echo(f"note: {line}", err=True))
     context = context_of(chosen, export, memory_budget, no_speed, **options)
     from rich.console import Console
     from transformers.utils import logging

@@ -5,6 +5,7 @@ import random
 import socket
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -233,8 +234,12 @@ def test_no_target_is_a_mistake() -> None:
         model_settings(ServeOptions())
 
 
-def test_targets_are_said_as_arguments_or_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_are_said_as_arguments_or_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As for chat and export; both may be mixed."""
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
     served: list[list[str]] = []
     monkeypatch.setattr("runtime.serve.server.run", lambda settings, *_: served.append([one.path for one in settings]))
     for words in (["a", "x=b"], ["--target", "a", "--target", "x=b"], ["a", "--target", "x=b"]):
