@@ -11,7 +11,7 @@ from compress.artifact.journal import differences
 from compress.errors import UserError
 
 NAME = "journal.json"
-_SCHEMA = 4
+_SCHEMA = 5
 _ADVICE = ": start again with --force"
 
 
@@ -20,7 +20,7 @@ class Journal:
     """Plain JSON data; what is empty is not known yet.
 
     question   everything that the figures depend on; budgets are not among it, so that others may be asked for.
-    damages    [unit][option] (quality.py); caches, costs, drafts: of the original model.
+    damages    [unit][option] (quality.py), `damages_are` measured or estimated; caches, costs, drafts: of the original.
     measured   by candidate's key: what candidates.py measured.
     timed      the contest's figures (contest.py), and between whom; winner: whose run best/ is or is to be.
     first      milliseconds to the first token of a prompt of so many tokens, by key: of the original and finalists.
@@ -33,6 +33,7 @@ class Journal:
     folder: Path
     question: dict[str, Any]
     damages: list[list[float]] = field(default_factory=list)
+    damages_are: str = ""
     caches: list[float] = field(default_factory=list)
     costs: dict[str, Any] = field(default_factory=dict)
     drafts: list[dict[str, Any]] = field(default_factory=list)

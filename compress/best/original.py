@@ -3,13 +3,13 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from compress.best import acceptance, caches, forwards, quality
+from compress.best import acceptance, caches, estimate, forwards, quality
 from compress.best.acceptance import Drafts
 from compress.best.costs import Costs
 from compress.best.journal import Journal
 from compress.best.predict import Known
 from compress.best.prepare import Ready
-from compress.best.quality import QualityModel
+from compress.best.quality import Damages, QualityModel, TooLongError
 from compress.best.question import Question
 from compress.pipeline.inputs import RunInputs
 from compress.report.assemble import make_prompts
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from runtime.model.load import Model
 
 _CONTEXT_TOKENS = 128
+# Of --minutes, the share that measuring damages may take.
+_SHARE = 0.4
+# How damages are known.
+MEASURED, ESTIMATED = "measured", "estimated"
 
 
 def know(asked: Question, ready: Ready, journal: Journal, original: "Model", draft: "Model | None") -> Known:
@@ -32,9 +36,8 @@ def know(asked: Question, ready: Ready, journal: Journal, original: "Model", dra
     """
     inputs, context, progress = ready.inputs, asked.context, asked.context.progress
     if not journal.damages:
-        windows, blocks_at = inputs.text.windows.calibration, inputs.structure.blocks_at
-        found = quality.measure(_float_model(inputs), windows, ready.units, blocks_at, progress)
-        journal.note(damages=[list(row) for row in found])
+        found, how = _damages(asked, ready)
+        journal.note(damages=[list(row) for row in found], damages_are=how)
     checkpoint = inputs.target.checkpoint
     if not journal.costs:
         timed = forwards.time_model(original, checkpoint, ready.units, text_before(inputs), progress)
@@ -65,6 +68,25 @@ def know(asked: Question, ready: Ready, journal: Journal, original: "Model", dra
         bytes_of_draft(draft, tokens, asked.batch),
         held,
     )
+
+
+def _damages(asked: Question, ready: Ready) -> tuple[Damages, str]:
+    """Measured, or estimated where measuring would take too much of the minutes; and which of the two."""
+    inputs, context = ready.inputs, asked.context
+    given = inputs.text.windows.calibration, ready.units, inputs.structure.blocks_at, context.progress
+    model = _float_model(inputs)
+    try:
+        return quality.measure(model, *given, seconds=60 * asked.minutes * _SHARE), MEASURED
+    except TooLongError as error:
+        context.note(
+            f"rounding each layer in every way would take about {_minutes(error.seconds)}, too much of --minutes "
+            f"{asked.minutes:g}: what that damages is estimated from gradients"
+        )
+    return estimate.estimate(model, *given), ESTIMATED
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
 def bytes_of_draft(draft: "Model | None", tokens: int, requests: int) -> int:

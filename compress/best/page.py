@@ -16,6 +16,10 @@ from compress.report.wording import Headline, megabytes, number, times
 
 Data = Mapping[str, Any]
 _NONE = "–"
+_DAMAGES = {
+    "measured": "measured, each layer rounded alone in every way",
+    "estimated": "estimated from gradients: to measure them would have taken too much of --minutes",
+}
 _FRONT_NOTE = (
     "The line is predicted, and corrected by the candidates that were measured: it ranks, and is a forecast only near "
     "them. Squares are candidates as they were measured, crosses those that broke a budget; a thin line leads to what "
@@ -197,6 +201,7 @@ def _about(about: Data, cache: str) -> Sequence[tuple[str, str]]:
     return [
         ("evaluation", f"{about['eval_tokens']:,} tokens predicted"),
         ("keys and values", f"{cache}; {about['context']:,} tokens × {about['batch']} requests count as memory"),
+        ("damages of layers", _DAMAGES[about["damages"]]),
         ("damage → quality", f"× {about['damage_factor']:.3g}, fitted to the candidates"),
     ]
 

@@ -15,7 +15,7 @@ from compress.best.page import html, markdown
 from compress.best.predict import Predicted
 from compress.best.space import CACHE, KEEP, NOT_TRIED, OPTIONS, Unit
 
-SCHEMA = 5
+SCHEMA = 6
 
 
 @dataclass(frozen=True)

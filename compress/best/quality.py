@@ -6,6 +6,7 @@ a forecast of what is measured: a rank first, a figure only after the first meas
 """
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from compress.errors import UserError
 from compress.progress import Progress
 from compress.quantize import folding, gptq, rtn, trellis
 from compress.quantize.grid import Grid
-from compress.stages.sensitivity import divergence, recorded, replayed
+from compress.stages.sensitivity import Output, divergence, recorded, replayed
 from runtime.formats import dequantize
 
 # Tokens that damage is measured on, those before them that GPTQ is fitted to, and tokens in one forward.
@@ -33,31 +34,58 @@ Damages = tuple[tuple[float, ...], ...]
 """[unit][option] nats a token; 0 for a unit that stays."""
 
 
-@torch.inference_mode()
-def measure(model: Any, windows: Tensor, units: Sequence[Unit], blocks_at: str, progress: Progress) -> Damages:
-    """The damage of every option of every unit.
+class TooLongError(Exception):
+    """Measuring would take longer than it may: about so many `seconds`."""
 
-    model    a transformers causal LM in float32, in eval mode; it is the same afterwards.
-    windows  (S, T) int64 calibration tokens: some measure, others fit the codes.
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"about {seconds:.0f} s")
+        self.seconds = seconds
 
-    Raises UserError where the output is not finite (unit and option named).
-    """
-    blocks, kind = list(model.get_submodule(blocks_at)), str(model.config.get_text_config().model_type)
+
+def split(windows: Tensor) -> tuple[Tensor, Tensor]:
+    """Those of the windows (S, T) that damage is measured on, and those that codes are fitted to."""
     count = max(1, TOKENS // windows.shape[1])
     held_out = windows[:count]
     # With a single window the codes are fitted to what they are measured on.
     fitting = windows[count : count + max(1, FITTED // windows.shape[1])] if len(windows) > count else held_out
+    return held_out, fitting
+
+
+@torch.inference_mode()
+def measure(
+    model: Any,
+    windows: Tensor,
+    units: Sequence[Unit],
+    blocks_at: str,
+    progress: Progress,
+    seconds: float = math.inf,
+) -> Damages:
+    """The damage of every option of every unit.
+
+    model    a transformers causal LM in float32, in eval mode; it is the same afterwards.
+    windows  (S, T) int64 calibration tokens: some measure, others fit the codes.
+    seconds  that it may take, about.
+
+    Raises UserError where the output is not finite (unit and option named), and TooLongError where the forwards alone,
+    or all of it at the pace of the first unit, would take longer than it may.
+    """
+    blocks, kind = list(model.get_submodule(blocks_at)), str(model.config.get_text_config().model_type)
+    held_out, fitting = split(windows)
+    began = time.monotonic()
     references = [recorded(model, blocks, window) for window in held_out.split(1)]
+    whole = sum((len(unit.options) - 1) * (1 - unit.block / len(blocks)) for unit in units)
+    _check_time(whole * (time.monotonic() - began), seconds)
     fitted_on = [recorded(model, blocks, window)[0] for window in fitting.split(1)]
     done, total = 0, sum(len(unit.options) for unit in units)
     found: list[tuple[float, ...]] = []
     hessians: dict[str, Tensor] = {}
+    began = time.monotonic()
     for unit in units:
         layers = {name: model.get_submodule(name) for name in unit.layers}
         if unit.name not in hessians:
             # Of a block at a time: they are as large as the weights.
             together = {one.name: model.get_submodule(one.layers[0]) for one in units if one.block == unit.block}
-            hessians = _hessians(model, blocks, unit.block, together, fitting, fitted_on)
+            hessians = input_hessians(model, blocks, unit.block, together, fitting, fitted_on)
         damages: list[float] = []
         for option in unit.options:
             damage = 0.0
@@ -78,7 +106,14 @@ def measure(model: Any, windows: Tensor, units: Sequence[Unit], blocks_at: str, 
             done += 1
             progress("sensitivity", done, total)
         found.append(tuple(damages))
+        if len(found) == 1:
+            _check_time((time.monotonic() - began) * sum(one.weights for one in units) / unit.weights, seconds)
     return tuple(found)
+
+
+def _check_time(needed: float, seconds: float) -> None:
+    if needed > seconds:
+        raise TooLongError(needed)
 
 
 def rounded(
@@ -117,13 +152,13 @@ def input_factor(block: nn.Module, model_type: str, layers: Mapping[str, nn.Line
     return None
 
 
-def _hessians(
+def input_hessians(
     model: Any,
     blocks: Sequence[nn.Module],
     number: int,
     layers: Mapping[str, nn.Linear],
     windows: Tensor,
-    outputs: Sequence[Sequence[Any]],
+    outputs: Sequence[Sequence[Output]],
 ) -> dict[str, Tensor]:
     """The mean of x xᵀ (K, K) of what some layers of one block read, by their names in `layers`."""
     moments = {name: Moments(layer.in_features, Wants(hessian=True)) for name, layer in layers.items()}

@@ -109,6 +109,7 @@ class Planner:
                     "batch": self.asked.batch,
                     "prompt_tokens": self.asked.prompt_tokens,
                     "eval_tokens": self.context.eval_tokens,
+                    "damages": self.journal.damages_are,
                     "damage_factor": known.quality.factor,
                     "rest_ms": list(known.costs.rest),
                     "round_ms": list(known.costs.beyond),

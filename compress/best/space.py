@@ -11,7 +11,7 @@ from compress.model.structure import ModelStructure
 from compress.recipe import Recipe
 from compress.recipe.block_stages import Quantize
 from compress.stages.sensitivity import fused_units
-from runtime.formats.schemes import GRIDS, SCHEMES, Scheme
+from runtime.formats.schemes import GRIDS, SCHEMES, CodeKind, Scheme
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def find_units(
     """
     plan = make_plan(shapes, model, Quantize(scheme="int8-dynamic"))
     layers = {layer.module: layer for layer in plan.layers.values()}
-    tiled = _trellis_layers(shapes, model)
+    held = {codes: _held_as(scheme, shapes, model) for codes, scheme in _examples(options).items()}
     if any(".experts." in name for name in layers):
         raise UserError("compress.best does not take experts apart yet: use a built-in recipe for this model")
     found = []
@@ -142,18 +142,30 @@ def find_units(
         sizes = tuple((shapes[layers[m].tensor][0], shapes[layers[m].tensor][1]) for m in modules)
         number = model.block(layers[modules[0]].tensor)
         assert number is not None
-        held = [one for one in options if not one.has_tiles or tiled.issuperset(modules)]
-        fitting = tuple(one for one in held if all(k % (one.group_size or 1) == 0 for _, k in sizes))
+        fitting = tuple(
+            one
+            for one in options
+            if one.keeps
+            or (
+                held[SCHEMES[one.scheme].codes].issuperset(modules)
+                and all(k % (one.group_size or 1) == 0 for _, k in sizes)
+            )
+        )
         found.append(Unit(name, modules, tuple(layers[m].prefix for m in modules), sizes, number, fitting))
     return tuple(sorted(found, key=lambda unit: unit.block))
 
 
-def _trellis_layers(shapes: Mapping[str, tuple[int, ...]], model: ModelStructure) -> set[str]:
-    """The layers that a trellis can hold."""
+def _examples(options: Sequence[Option]) -> dict[CodeKind, str]:
+    """One scheme of each kind of codes."""
+    return {SCHEMES[one.scheme].codes: one.scheme for one in reversed(options) if not one.keeps}
+
+
+def _held_as(scheme: str, shapes: Mapping[str, tuple[int, ...]], model: ModelStructure) -> set[str]:
+    """The layers that codes of a scheme can hold: some models ask for plain weights, or for whole tiles."""
     try:
-        plan = make_plan(shapes, model, Quantize(scheme="trellis-4"))
+        plan = make_plan(shapes, model, Quantize(scheme=scheme))
     except UserError:
-        return set()  # there is no layer that it can hold
+        return set()  # there is no layer that they can hold
     return {layer.module for layer in plan.layers.values()}
 
 

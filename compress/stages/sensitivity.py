@@ -6,7 +6,7 @@ al., 2021) and many others do; the sum is a ranking, no forecast.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,10 +176,23 @@ def allocate(found: Sensitivity, bits_per_weight: float) -> dict[str, Candidate]
     return {layer: found.candidates[pick] for unit, pick in pairs for layer in unit.layers}
 
 
-def recorded(model: Any, blocks: Sequence[nn.Module], tokens: Tensor) -> tuple[list[Any], Tensor]:
+@dataclass(frozen=True)
+class Output:
+    """What a block puts out, and by argument what it leaves for later ones (Gemma 4: keys and values)."""
+
+    out: Any
+    left: Mapping[str, Mapping[Any, Any]]
+
+
+def recorded(model: Any, blocks: Sequence[nn.Module], tokens: Tensor) -> tuple[list[Output], Tensor]:
     """Every block's output, and the logits (rows, vocabulary)."""
-    outputs: list[Any] = []
-    hooks = [block.register_forward_hook(lambda _, given, out: outputs.append(out)) for block in blocks]
+    outputs: list[Output] = []
+
+    def seen(block: nn.Module, given: tuple[Any, ...], named: dict[str, Any], out: Any) -> None:
+        left = {name: dict(value) for name, value in named.items() if isinstance(value, MutableMapping)}
+        outputs.append(Output(out, left))
+
+    hooks = [block.register_forward_hook(seen, with_kwargs=True) for block in blocks]
     try:
         logits = model(tokens, use_cache=False).logits
     finally:
@@ -189,10 +202,19 @@ def recorded(model: Any, blocks: Sequence[nn.Module], tokens: Tensor) -> tuple[l
 
 
 @contextmanager
-def replayed(blocks: Sequence[nn.Module], outputs: Sequence[Any]) -> Iterator[None]:
+def replayed(blocks: Sequence[nn.Module], outputs: Sequence[Output]) -> Iterator[None]:
     """Lets blocks put out what they did before, without computing. Everything else about them stays in sight."""
+
+    def again(output: Output) -> Callable[..., Any]:
+        def forward(*given: Any, **named: Any) -> Any:
+            for name, left in output.left.items():
+                named[name].update(left)
+            return output.out
+
+        return forward
+
     for block, output in zip(blocks, outputs, strict=False):
-        block.forward = lambda *given, _output=output, **named: _output
+        block.forward = again(output)
     try:
         yield
     finally:

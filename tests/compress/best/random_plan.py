@@ -10,6 +10,7 @@ from compress.best.candidates import Measured
 from compress.best.contest import ORIGINAL, Way
 from compress.best.costs import WIDTHS, Costs, key_of
 from compress.best.further import LEARNED, ROTATED, Further
+from compress.best.original import ESTIMATED, MEASURED
 from compress.best.plan import Plan
 from compress.best.predict import Known, Predicted, propose
 from compress.best.quality import QualityModel
@@ -74,6 +75,7 @@ def random_plan(seed: int, blocks: int, budgets: Budgets, damage: float | None =
     winner = made[1 if refused else 0]
     about: dict[str, Any] = {"context": 512, "batch": 1, "eval_tokens": 16384, "damage_factor": 1.2}
     about |= {"product_share": 1.07, "rest_ms": [0.1] * 5, "prompt_tokens": 512}
+    about["damages"] = drawn.choice((MEASURED, ESTIMATED))
     return Plan(
         f"model-{seed}",
         budgets,
