@@ -1,15 +1,18 @@
 """How far the planner's forecasts of quality are from what is measured, and what its choice gains over one for all.
 
     .venv/bin/python examples/planner_quality.py --count 40
+    .venv/bin/python examples/planner_quality.py --count 40 --estimate
 
 Compresses the built-in pair (or --model) by random assignments of bits, each for real, and prints the rank correlation
 of predicted and measured KL, and the error once one factor is fitted. Then the least damaging choice at the bytes of
-int4-gptq, and the smallest one of its KL.
+int4-gptq, and the smallest one of its KL. With --estimate layers' damages are estimated, as the planner does it where
+measuring would take too long; without, they are measured.
 """
 
 import argparse
 import random
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +25,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from compress import Artifact, Recipe, compress
-from compress.best import quality
+from compress.best import estimate, quality
 from compress.best.quality import QualityModel
 from compress.best.sizes import Sizes, read_sizes
 from compress.best.solve import solve
@@ -41,6 +44,7 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--count", type=int, default=40, help="assignments")
     parser.add_argument("--eval-tokens", type=int, default=8192)
+    parser.add_argument("--estimate", action="store_true")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int)
     asked = parser.parse_args()
@@ -59,7 +63,9 @@ def study(asked: argparse.Namespace, folder: Path) -> None:
     units = find_units(inputs.target.shapes(), inputs.structure)
     sizes = read_sizes(inputs.target, inputs.structure, units)
     model = AutoModelForCausalLM.from_pretrained(inputs.target.path, dtype=torch.float32).eval()
-    damages = quality.measure(model, inputs.text.windows.calibration, units, inputs.structure.blocks_at, silent)
+    look, began = estimate.estimate if asked.estimate else quality.measure, time.monotonic()
+    damages = look(model, inputs.text.windows.calibration, units, inputs.structure.blocks_at, silent)
+    say(f"damages {'estimated' if asked.estimate else 'measured'} in {time.monotonic() - began:.0f} s")
     known = QualityModel(damages, units)
     generator = random.Random(asked.seed)
     forecast, measured = [], []

@@ -124,8 +124,14 @@ def compressed(one: Predicted, known: Known, context: RunContext, folder: Path) 
     if not (folder / "report.json").is_file():
         partial = folder.with_name(f"{folder.name}.partial")
         recipe = recipe_of(one, known, context)
-        run(replace(context, recipe=recipe, out=folder, resume=begun(partial), speed=False, draft=context.draft))
+        run(replace(measured_briefly(context), recipe=recipe, out=folder, resume=begun(partial)))
     return read_report(Artifact(folder).path)
+
+
+def measured_briefly(context: RunContext) -> RunContext:
+    """Of a run only what decides between candidates: no speed, which is timed in turns, and no choices of lines, which
+    take several times as long as KL and perplexity do. The winner's last run has both."""
+    return replace(context, speed=False, choices=0)
 
 
 def recipe_of(one: Predicted, known: Known, context: RunContext) -> "Recipe":

@@ -1,12 +1,12 @@
 """Candidates compressed on the nodes of a cluster, one each; what they bring home is measured here."""
 
 from collections.abc import Sequence
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress.best.candidates import recipe_of
+from compress.best.candidates import measured_briefly, recipe_of
 from compress.best.folder import CANDIDATES
 from compress.best.predict import Known, Predicted
 from compress.context import RunContext
@@ -40,7 +40,7 @@ def _compress(one: Predicted, known: Known, context: RunContext, folder: Path, n
     folder.parent.mkdir(parents=True, exist_ok=True)
     recipe = recipe_of(one, known, context).to_yaml()
     log = folder.with_name(f"{folder.name}.log")
-    return nodes.run(option_words(replace(context, speed=False)), folder, recipe, log, context.note)
+    return nodes.run(option_words(measured_briefly(context)), folder, recipe, log, context.note)
 
 
 def option_words(context: RunContext) -> list[str]:
