@@ -147,14 +147,14 @@ def _unit_damages(
         # What all outputs lose, of what some lose.
         shares = weight.square().sum(dim=1) * seen.energy
         more = float(shares.sum() / shares[seen.rows].sum().clamp(min=1e-30))
-        plain = sum(one.square() for one in seen.found)
-        fed_back = sum(map(ordered.squares, seen.found))
-        on_tiles = 0.0 if tiled is None else sum(tiled.squares(one / by) for one in seen.found)
+        found = torch.stack(seen.found)
+        plain, fed_back = found.square().sum(dim=0), ordered.squares(found)
+        on_tiles = None if tiled is None else tiled.squares(found / by)
         for place, option in enumerate(unit.options):
             if option.keeps:
                 continue
             if option.has_tiles:
-                assert tiled is not None
+                assert tiled is not None and on_tiles is not None
                 lost = _tile_errors(rows * by, tiled.spreads, option).mul_(on_tiles)
             elif option.method == "gptq":
                 lost = _grid_errors(rows, hessian.diagonal(), option).mul_(fed_back)
@@ -178,11 +178,13 @@ class _Feedback:
         factor, spreads, _ = factorize(hessian, turns, _DAMPING)
         return cls(factor, spreads, turns)
 
-    def squares(self, gradient: Tensor) -> Tensor:
-        """(G M⁻ᵀ)² of a gradient (R, K), inputs as they are."""
-        columns = gradient.T if self.turns is None else gradient.T[self.turns]
+    def squares(self, gradients: Tensor) -> Tensor:
+        """The sum of (G M⁻ᵀ)² over gradients (S, R, K), (R, K): inputs as they are."""
+        columns = gradients.flatten(0, 1).T
+        columns = columns if self.turns is None else columns[self.turns]
         solved = torch.linalg.solve_triangular(self.factor, columns, upper=True, unitriangular=True).square_()
-        return (solved if self.turns is None else solved[self.turns.argsort()]).T
+        solved = solved if self.turns is None else solved[self.turns.argsort()]
+        return solved.T.view(gradients.shape).sum(dim=0)
 
 
 def _grid_errors(rows: Tensor, importance: Tensor, option: Option) -> Tensor:
@@ -194,5 +196,4 @@ def _grid_errors(rows: Tensor, importance: Tensor, option: Option) -> Tensor:
 
 def _tile_errors(rows: Tensor, spreads: Tensor, option: Option) -> Tensor:
     """(R, K) squared: of rows on a trellis, each input's error counted as much as it would be."""
-    made = trellis.quantize_together([rows], spreads.diag(), option.bits, torch.bfloat16, damping=0.0, passes=0)
-    return (rows - dequantize(made[0].packed)).square_()
+    return (rows - dequantize(trellis.quantize_apart(rows, spreads, option.bits, torch.bfloat16).packed)).square_()

@@ -106,6 +106,18 @@ def quantize_together(
     return [_quantize(weight, hessian, bits, dtype, factor, spreads, ridge, corners, passes) for weight in weights]
 
 
+def quantize_apart(weight: Tensor, importance: Tensor, bits: int, dtype: torch.dtype) -> Rounded:
+    """Sequences of a layer (N, K) whose inputs make up for none of each other's rounding: no feedback, no passes.
+
+    importance  (K,) positive: how much each input's squared error counts, H's diagonal where that is all of it.
+
+    Raises as `quantize_together` does.
+    """
+    expect_finite("the weight", weight)
+    alone = torch.eye(len(importance))
+    return _quantize(weight, importance.diag(), bits, dtype, alone, importance, 0.0, [], 0)
+
+
 def _corners(hessian: Tensor, ridge: float) -> list[_Corner]:
     """Of each tile column."""
     found = []

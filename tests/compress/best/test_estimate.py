@@ -40,7 +40,8 @@ def test_feedback_spreads_errors_as_gptq_does(seed: int, rows: int, inputs: int,
     damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(inputs)
     rebuilt = factor @ made.spreads.double().diag() @ factor.T
     torch.testing.assert_close(rebuilt, damped[order][:, order].double(), rtol=1e-4, atol=1e-4)
-    squares = made.squares(gradient)
+    squares = made.squares(torch.stack([gradient, torch.zeros_like(gradient)]))
+    assert bool(torch.allclose(made.squares(torch.stack([gradient, gradient])), 2 * squares))
     for place in range(inputs):
         # An error of 1 in one weight's rounding, in the order of rounding, and what the other weights make of it.
         error = torch.zeros(inputs, dtype=torch.float64)

@@ -134,9 +134,24 @@ def test_inputs_without_weights_keep_their_size() -> None:
     assert torch.equal(trellis.channel_factors([weight * 0], lambda statistic: statistic), torch.ones(4))
 
 
+@pytest.mark.parametrize("bits", BITS)
+def test_apart_is_together_with_inputs_that_have_nothing_in_common(bits: int) -> None:
+    weight, hessian = problem(21, 40)
+    (together,) = trellis.quantize_together([weight], hessian.diagonal().diag(), bits, torch.bfloat16, 0.0, passes=0)
+    apart = trellis.quantize_apart(weight, hessian.diagonal(), bits, torch.bfloat16)
+    assert torch.equal(dequantize(apart.packed), dequantize(together.packed))
+    assert apart.error == pytest.approx(together.error, rel=1e-5) and apart.error > 0
+    # What counts more is rounded better.
+    favoured = trellis.quantize_apart(weight, hessian.diagonal() * torch.linspace(1, 100, 40), bits, torch.bfloat16)
+    lost = [(weight - dequantize(one.packed)).square().sum(dim=0) for one in (apart, favoured)]
+    assert float(lost[1][30:].sum()) < float(lost[0][30:].sum())
+
+
 def test_bad_input_is_refused() -> None:
     weight, hessian = problem(16, 32)
     with pytest.raises(ValueError, match="do not fit a Hessian"):
         trellis.quantize_together([weight[:, :16]], hessian, 3, torch.bfloat16)
     with pytest.raises(ValueError, match="the weight has values that are NaN"):
         trellis.quantize_together([weight / 0], hessian, 3, torch.bfloat16)
+    with pytest.raises(ValueError, match="the weight has values that are NaN"):
+        trellis.quantize_apart(weight / 0, hessian.diagonal(), 3, torch.bfloat16)
