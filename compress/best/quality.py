@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from calib.moments import Moments, Wants
+from compress.best.replay import Output, divergence, recorded, replayed
 from compress.best.space import CACHE, CACHES, KEEP, Assignment, Option, Unit
 from compress.calibration.activations import Enough
 from compress.errors import UserError
 from compress.progress import Progress
 from compress.quantize import folding, gptq, rtn, trellis
 from compress.quantize.grid import Grid
-from compress.stages.sensitivity import Output, divergence, recorded, replayed
 from runtime.formats import dequantize
 
 # Tokens that damage is measured on, those before them that GPTQ is fitted to, and tokens in one forward.

@@ -1,13 +1,14 @@
 """How much each layer's rounding damages the model, and which bits each layer therefore gets.
 
-Damage is measured one layer at a time: the layer is rounded, everything else stays, and KL(original ‖ changed) of the
-model's output is averaged over calibration text. Damages of different layers are taken to add up, as HAWQ-V3 (Yao et
-al., 2021) and many others do; the sum is a ranking, no forecast.
+Damage is KL(original ‖ changed) of the model's output where one layer is rounded and everything else stays, averaged
+over calibration text: estimated from gradients of all layers at once, for to try layer by layer takes hours. Damages of
+different layers are taken to add up, as HAWQ-V3 (Yao et al., 2021) and many others do; the sum is a ranking, no
+forecast.
 """
 
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import UserError
-from compress.logits import kl_rows, log_probabilities
 from compress.model.plan import Plan
 from compress.model.structure import ModelStructure
-from compress.progress import Progress
+from compress.progress import Progress, silent
 from compress.quantize.grid import Grid, decode, encode, fit
 from compress.quantize.knapsack import choose
 from compress.recipe.block_stages import Quantize
+from compress.stages import gradients
+from compress.stages.gradients import Gradients
 from runtime.formats.schemes import Scheme, stored_bytes
 
-# Logits of one forward, 256 MB of float32, and rows of them that are compared in float64 at a time.
-_LOGITS = 1 << 26
-_ROWS = 256
 # A few thousand tokens rank layers; more change nothing but the time.
 _TOKENS = 4096
 _SCHEMES = {3: "int3", 4: "int4"}
@@ -62,22 +61,21 @@ class Unit:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """The damage of every unit by every candidate; `tokens` predicted to measure it."""
+    """The damage of every unit by every candidate, over so many `tokens`."""
 
     candidates: tuple[Candidate, ...]
     units: tuple[Unit, ...]
     tokens: int
 
 
-def nearest(weight: Tensor, candidate: Candidate) -> tuple[Tensor, int]:
-    """A weight (N, K) rounded to nearest as it would be read back, float32, and its bytes in the file.
+def nearest(weight: Tensor, candidate: Candidate) -> Tensor:
+    """A weight (N, K) rounded to nearest as it would be read back, float32.
 
     Scales are bfloat16. Raises ValueError where the groups do not divide a row.
     """
     grid = Grid(candidate.bits, candidate.group_size)
     scale, zero = fit(weight, grid, torch.bfloat16)
-    rounded = decode(encode(weight, scale, zero, grid), scale, zero, grid)
-    return rounded, stored_bytes(candidate.stored_as, *weight.shape)
+    return decode(encode(weight, scale, zero, grid), scale, zero, grid)
 
 
 def fused_units(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -93,69 +91,57 @@ def fused_units(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     return {unit: tuple(layers) for unit, layers in out.items()}
 
 
-@torch.inference_mode()
-def measure(
+def estimate(
     model: Any,
     windows: Tensor,
     units: Mapping[str, Sequence[str]],
     candidates: Sequence[Candidate],
-    blocks_at: str,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> Sensitivity:
-    """Rounds one unit at a time to each candidate and measures what that does to the model's output.
+    """What rounding each unit to each candidate does to the model's output, from gradients (gradients.py).
 
-    model      a transformers causal LM in float32, in eval mode; it is the same afterwards.
+    model      a transformers causal LM in float32, in eval mode; its parameters ask for no gradients afterwards.
     windows    (S, T) int64 calibration tokens: a few thousand tokens rank layers.
     units      name → the names of its nn.Linear modules (`fused_units`).
-    blocks_at  the module that holds the decoder layers ("model.layers", as ModelStructure has it). A forward begins at
-               the unit's block: what comes before it is replayed.
-    progress   told ("sensitivity", forwards done, forwards).
+    progress   told ("gradients", windows done, windows).
 
-    Raises UserError where the output is not finite (unit and candidate named).
+    Raises UserError where logits or gradients are not finite.
     """
-    blocks = list(model.get_submodule(blocks_at))
     layers = {name: model.get_submodule(name) for names in units.values() for name in names}
     for name, layer in layers.items():
         if not isinstance(layer, nn.Linear):
             raise ValueError(f"{name}: expected an nn.Linear, found {type(layer).__name__}")
-    # The first block that any of the unit's layers is in; 0 for layers outside of the blocks.
-    place = re.compile(rf"{re.escape(blocks_at)}\.(\d+)\.")
-    firsts = {u: min(int(at[1]) if (at := place.match(name)) else 0 for name in names) for u, names in units.items()}
-    rows = max(1, _LOGITS // (int(model.config.vocab_size) * windows.shape[1]))
-    batches = windows.split(rows)
-    damage = torch.zeros(len(units), len(candidates), dtype=torch.float64)
-    stored = torch.zeros(len(units), len(candidates), dtype=torch.int64)
-    done, total = 0, len(batches) * damage.numel()
-    for batch in batches:
-        outputs, reference = recorded(model, blocks, batch)
-        for u, (unit, names) in enumerate(units.items()):
-            for c, candidate in enumerate(candidates):
-                with _rounded({name: layers[name] for name in names}, candidate) as size:
-                    with replayed(blocks[: firsts[unit]], outputs):
-                        logits = model(batch, use_cache=False).logits.flatten(0, 1)
-                    found = divergence(reference, logits)
-                    if not torch.isfinite(found):
-                        raise UserError(
-                            f"{unit}: expected finite logits after rounding it to {candidate.bits} bits, found "
-                            f"{float(found)}: check the weights for NaN or infinity"
-                        )
-                    damage[u, c] += found
-                    stored[u, c] = 8 * size[0]
-                done += 1
-                if progress is not None:
-                    progress("sensitivity", done, total)
-    damage /= windows.numel()
-    found_units = tuple(
-        Unit(
-            unit,
-            tuple(names),
-            sum(layers[name].weight.numel() for name in names),
-            tuple(map(float, damage[u])),
-            tuple(map(int, stored[u])),
-        )
-        for u, (unit, names) in enumerate(units.items())
+    seen = gradients.collect(model, windows, layers, progress)
+    return Sensitivity(
+        tuple(candidates),
+        tuple(
+            _unit(name, {part: layers[part] for part in names}, seen, candidates, windows.numel())
+            for name, names in units.items()
+        ),
+        windows.numel(),
     )
-    return Sensitivity(tuple(candidates), found_units, windows.numel())
+
+
+@torch.no_grad()
+def _unit(
+    name: str,
+    layers: Mapping[str, nn.Linear],
+    seen: Mapping[str, Gradients],
+    candidates: Sequence[Candidate],
+    tokens: int,
+) -> Unit:
+    damage, stored = [0.0] * len(candidates), [0] * len(candidates)
+    for part, layer in layers.items():
+        one, weight = seen[part], layer.weight.detach()
+        rows, squares = weight[one.rows], one.squares
+        for place, candidate in enumerate(candidates):
+            damage[place] += one.lost(weight, (rows - nearest(rows, candidate)).square_(), squares) / tokens
+            stored[place] += 8 * stored_bytes(candidate.stored_as, *weight.shape)
+    if not all(map(math.isfinite, damage)):
+        raise UserError(f"{name}: expected finite gradients, found others: check the weights for NaN or infinity")
+    return Unit(
+        name, tuple(layers), sum(layer.weight.numel() for layer in layers.values()), tuple(damage), tuple(stored)
+    )
 
 
 def allocate(found: Sensitivity, bits_per_weight: float) -> dict[str, Candidate]:
@@ -174,76 +160,6 @@ def allocate(found: Sensitivity, bits_per_weight: float) -> dict[str, Candidate]
     picks = choose([unit.damage for unit in found.units], sizes, bits_per_weight * weights)
     pairs = zip(found.units, picks, strict=True)
     return {layer: found.candidates[pick] for unit, pick in pairs for layer in unit.layers}
-
-
-@dataclass(frozen=True)
-class Output:
-    """What a block puts out, and by argument what it leaves for later ones (Gemma 4: keys and values)."""
-
-    out: Any
-    left: Mapping[str, Mapping[Any, Any]]
-
-
-def recorded(model: Any, blocks: Sequence[nn.Module], tokens: Tensor) -> tuple[list[Output], Tensor]:
-    """Every block's output, and the logits (rows, vocabulary)."""
-    outputs: list[Output] = []
-
-    def seen(block: nn.Module, given: tuple[Any, ...], named: dict[str, Any], out: Any) -> None:
-        left = {name: dict(value) for name, value in named.items() if isinstance(value, MutableMapping)}
-        outputs.append(Output(out, left))
-
-    hooks = [block.register_forward_hook(seen, with_kwargs=True) for block in blocks]
-    try:
-        logits = model(tokens, use_cache=False).logits
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return outputs, logits.flatten(0, 1)
-
-
-@contextmanager
-def replayed(blocks: Sequence[nn.Module], outputs: Sequence[Output]) -> Iterator[None]:
-    """Lets blocks put out what they did before, without computing. Everything else about them stays in sight."""
-
-    def again(output: Output) -> Callable[..., Any]:
-        def forward(*given: Any, **named: Any) -> Any:
-            for name, left in output.left.items():
-                named[name].update(left)
-            return output.out
-
-        return forward
-
-    for block, output in zip(blocks, outputs, strict=False):
-        block.forward = again(output)
-    try:
-        yield
-    finally:
-        for block in blocks:
-            del block.forward
-
-
-@contextmanager
-def _rounded(layers: Mapping[str, nn.Linear], candidate: Candidate) -> Iterator[list[int]]:
-    """The layers rounded, and put back afterwards; yields the bytes that they would take."""
-    before = {name: layer.weight for name, layer in layers.items()}
-    size = [0]
-    try:
-        for name, layer in layers.items():
-            weight, taken = nearest(before[name].detach(), candidate)
-            layer.weight = nn.Parameter(weight, requires_grad=False)
-            size[0] += taken
-        yield size
-    finally:
-        for name, layer in layers.items():
-            layer.weight = before[name]
-
-
-def divergence(reference: Tensor, logits: Tensor) -> Tensor:
-    """The sum over rows of KL(reference ‖ logits), nats, float64."""
-    total = torch.zeros((), dtype=torch.float64)
-    for p, q in zip(reference.split(_ROWS), logits.split(_ROWS), strict=True):
-        total += kl_rows(log_probabilities(p), log_probabilities(q)).sum()
-    return total
 
 
 def choose_schemes(
@@ -274,7 +190,7 @@ def choose_schemes(
     fitting = [name for name in names if name in by_group[group]]
     candidates = (Candidate(3, group), Candidate(4, group), Candidate(8, 0))
     count = max(1, _TOKENS // windows.shape[1])
-    found = measure(loaded, windows[:count], fused_units(fitting), candidates, model.blocks_at, progress=progress)
+    found = estimate(loaded, windows[:count], fused_units(fitting), candidates, progress)
     chosen = allocate(found, bits_per_weight=stage.bits_per_weight)
     schemes = {name: (_SCHEMES.get(one.bits, "int8-dynamic"), one.group_size) for name, one in chosen.items()}
     return plan.with_schemes(schemes)

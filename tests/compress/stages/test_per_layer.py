@@ -59,7 +59,7 @@ def test_rounding_to_nearest_is_by_searched_ranges_and_gptq_is_not_rounding(tiny
         """Squared error of what was written, and of plain rounding."""
         original, packed = before.tensor(f"{name}.weight").float(), after.weight(name)
         assert isinstance(packed, PackedWeight)
-        plain = nearest(original, candidate)[0]
+        plain = nearest(original, candidate)
         return float((dequantize(packed) - original).square().sum()), float((plain - original).square().sum())
 
     searched, plain = error("model.layers.0.mlp.up_proj", Candidate(3, 64))

@@ -1,4 +1,4 @@
-"""Damage of one layer at a time, and what is chosen by it."""
+"""What rounding layers damages, and what is chosen by it."""
 
 import copy
 import itertools
@@ -17,8 +17,8 @@ from compress.stages.sensitivity import (
     Sensitivity,
     Unit,
     allocate,
+    estimate,
     fused_units,
-    measure,
     nearest,
 )
 from runtime.formats import dequantize, int4, int8
@@ -44,37 +44,32 @@ def single_units(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     return {name: (name,) for name in names}
 
 
-def text(seed: int = 0) -> Tensor:
-    return torch.randint(1, 320, (3, 24), generator=torch.Generator().manual_seed(seed))
+def text(seed: int = 0, count: int = 3) -> Tensor:
+    return torch.randint(1, 320, (count, 24), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma", "mistral"])
-def test_damage_is_the_divergence_of_the_changed_model(tiny: Tiny, kind: str) -> None:
+def test_damage_is_near_the_divergence_of_the_changed_model(tiny: Tiny, kind: str) -> None:
     """Against doing it plainly: load, change one layer, run everything, compare all probabilities."""
     path = tiny(kind)
-    model, tokens = load(path), text()
+    model, tokens = load(path), text(count=12)
     names = linears(model)
-    picked = [names[1], names[-1]]
+    picked = [names[0], names[3], names[-1]]
     before = {name: p.clone() for name, p in model.named_parameters()}
     steps: list[tuple[int, int]] = []
-    found = measure(
-        model,
-        tokens,
-        single_units(picked),
-        CANDIDATES,
-        "model.layers",
-        progress=lambda stage, done, total: steps.append((done, total)),
+    found = estimate(
+        model, tokens, single_units(picked), CANDIDATES, lambda _, done, total: steps.append((done, total))
     )
-    assert steps == [(i, 6) for i in range(1, 7)] and found.tokens == tokens.numel()
+    assert steps == [(i, 12) for i in range(13)] and found.tokens == tokens.numel()
     for unit, (c, candidate) in itertools.product(found.units, enumerate(CANDIDATES)):
         other = load(path)
         layer = other.get_submodule(unit.name)
         with torch.inference_mode():
             reference = model(tokens).logits.double().log_softmax(-1)
-            layer.weight.data = nearest(layer.weight.data, candidate)[0]
+            layer.weight.data = nearest(layer.weight.data, candidate)
             changed = other(tokens).logits.double().log_softmax(-1)
         kl = float((reference.exp() * (reference - changed)).sum(-1).mean())
-        assert unit.damage[c] == pytest.approx(kl, rel=1e-4, abs=1e-10)
+        assert unit.damage[c] == pytest.approx(kl, rel=0.5)
         assert unit.stored_bits[c] == 8 * stored_bytes(candidate.stored_as, *layer.weight.shape)
     for unit in found.units:
         assert unit.damage[0] > unit.damage[1] > unit.damage[2] > 0
@@ -92,11 +87,11 @@ def test_layers_that_change_together(tiny: Tiny) -> None:
         for part in ("self_attn.qkv", "self_attn.o_proj", "mlp.gate_up", "mlp.down_proj")
     ]
     assert [name.rpartition(".")[2] for name in units["model.layers.1.self_attn.qkv"]] == ["q_proj", "k_proj", "v_proj"]
-    found = measure(model, text(), {"qkv": units["model.layers.1.self_attn.qkv"]}, CANDIDATES[:1], "model.layers")
-    alone = measure(model, text(), single_units(found.units[0].layers), CANDIDATES[:1], "model.layers")
+    found = estimate(model, text(), {"qkv": units["model.layers.1.self_attn.qkv"]}, CANDIDATES[:1])
+    alone = estimate(model, text(), single_units(found.units[0].layers), CANDIDATES[:1])
     assert found.units[0].stored_bits[0] == sum(unit.stored_bits[0] for unit in alone.units)
     assert found.units[0].weights == sum(unit.weights for unit in alone.units)
-    assert found.units[0].damage[0] > max(unit.damage[0] for unit in alone.units)
+    assert found.units[0].damage[0] == pytest.approx(sum(unit.damage[0] for unit in alone.units))
 
 
 def test_all_experts_are_one_unit() -> None:
@@ -109,12 +104,13 @@ def test_all_experts_are_one_unit() -> None:
 
 def test_weights_that_are_not_finite(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(tiny("llama"))
-    monkeypatch.setattr(sensitivity, "nearest", lambda weight, candidate: (weight * float("nan"), 0))
     name = linears(model)[0]
-    with pytest.raises(UserError, match=rf"{name}: expected finite logits after rounding it to 2 bits"):
-        measure(model, text(), single_units([name]), CANDIDATES, "model.layers")
-    with torch.inference_mode():
-        assert torch.isfinite(model(text()).logits).all()
+    monkeypatch.setattr(sensitivity, "nearest", lambda weight, candidate: weight * float("nan"))
+    with pytest.raises(UserError, match=rf"{name}: expected finite gradients, found others"):
+        estimate(model, text(), single_units([name]), CANDIDATES)
+    model.get_submodule(name).weight.data[0, 0] = torch.nan
+    with pytest.raises(UserError, match="expected finite logits of the original model"):
+        estimate(model, text(), single_units([name]), CANDIDATES)
 
 
 @pytest.mark.parametrize(("n", "k"), [(48, 128), (5, 64), (7, 160)])
@@ -131,10 +127,10 @@ def test_sizes_are_the_files(n: int, k: int) -> None:
 
 def test_rounding_to_nearest_is_the_format_s() -> None:
     weight = torch.randn(16, 96)
-    assert torch.equal(nearest(weight, Candidate(4, 32))[0], dequantize(int4.pack(weight, 32)))
-    errors = [float((nearest(weight, Candidate(bits, 32))[0] - weight).norm()) for bits in (2, 3, 4, 8)]
+    assert torch.equal(nearest(weight, Candidate(4, 32)), dequantize(int4.pack(weight, 32)))
+    errors = [float((nearest(weight, Candidate(bits, 32)) - weight).norm()) for bits in (2, 3, 4, 8)]
     assert errors == sorted(errors, reverse=True)
-    assert len(nearest(weight, Candidate(2, 0))[0][0].unique()) <= 4
+    assert len(nearest(weight, Candidate(2, 0))[0].unique()) <= 4
     with pytest.raises(ValueError, match="groups of 64"):
         nearest(weight, Candidate(4, 64))
 
@@ -167,7 +163,7 @@ def test_mixed_bits_beat_uniform_ones_of_their_size(tiny: Tiny) -> None:
     with torch.no_grad():
         model.get_submodule("model.layers.1.mlp.down_proj").weight.mul_(8)
     candidates = (Candidate(2, 32), Candidate(3, 32), Candidate(4, 32), Candidate(8, 0))
-    found = measure(model, tokens, single_units(names), candidates, "model.layers")
+    found = estimate(model, tokens, single_units(names), candidates)
     uniform = dict.fromkeys(names, Candidate(3, 32))
     budget = sum(unit.stored_bits[1] for unit in found.units) / sum(unit.weights for unit in found.units)
     mixed = allocate(found, bits_per_weight=budget)
@@ -178,8 +174,8 @@ def test_mixed_bits_beat_uniform_ones_of_their_size(tiny: Tiny) -> None:
         with torch.inference_mode():
             for name, candidate in choice.items():
                 layer = other.get_submodule(name)
-                layer.weight.data, taken = nearest(layer.weight.data, candidate)
-                size += 8 * taken
+                size += 8 * stored_bytes(candidate.stored_as, *layer.weight.shape)
+                layer.weight.data = nearest(layer.weight.data, candidate)
             before, after = (one(tokens).logits.double().log_softmax(-1) for one in (model, other))
         assert size <= budget * sum(unit.weights for unit in found.units)
         return float((before.exp() * (before - after)).sum(-1).mean())
