@@ -17,8 +17,11 @@ Note = Callable[[str], None]
 _TITLES = {
     "check": "Checking",
     "scan": "Looking at blocks",
-    "sensitivity": "Measuring layers",
+    "gradients": "Taking gradients",
+    "sensitivity": "Looking at layers",
     "products": "Timing products",
+    "forwards": "Timing forwards",
+    "caches": "Trying cache kinds",
     "acceptance": "Trying drafts",
     "quantize": "Working on weights",
     "tokenize": "Reading the text",
@@ -32,6 +35,7 @@ _TITLES = {
     "medusa": "Training Medusa heads",
     "block_draft": "Training the block drafter",
     "teacher": "Keeping the teacher's answers",
+    "samples": "Sampling texts",
     "cache": "Calibrating the cache",
     "write": "Writing the model",
     "load": "Reading it back",
@@ -42,6 +46,7 @@ _TITLES = {
     "trial": "Trying drafters",
     "speed": "Measuring speed",
     "baselines": "Timing transformers",
+    "exports": "Measuring exports",
     "page": "Writing the report",
 }
 _EVERY = 5.0  # seconds between plain lines of one stage

@@ -1,10 +1,13 @@
 """What a run says while it works: steps, and the time that is left."""
 
 import io
+import re
+from pathlib import Path
 
 import pytest
 
-from compress.progress import Lines
+import compress
+from compress.progress import Lines, title_of
 
 
 @pytest.fixture
@@ -58,3 +61,10 @@ def test_several_lines_come_at_most_every_few_seconds(clock: list[float]) -> Non
         "Checking: 80 of 100, about 2 s left",
         "Checking: done in 12 s",
     ]
+
+
+def test_every_stage_has_a_title() -> None:
+    sources = Path(compress.__file__).parent.rglob("*.py")
+    stages = {stage for path in sources for stage in re.findall(r'progress\("(\w+)"', path.read_text())}
+    assert {"quantize", "gradients", "forwards"} <= stages
+    assert [stage for stage in sorted(stages) if title_of(stage) == stage] == []
