@@ -51,7 +51,8 @@ def split(windows: Tensor) -> tuple[Tensor, Tensor]:
     return held_out, fitting
 
 
-@torch.inference_mode()
+# No inference mode: what a model keeps of its forwards (positions, mostly) may be read with gradients afterwards.
+@torch.no_grad()
 def measure(
     model: Any,
     windows: Tensor,
