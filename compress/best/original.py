@@ -11,6 +11,7 @@ from compress.best.predict import Known
 from compress.best.prepare import Ready
 from compress.best.quality import Damages, QualityModel, TooLongError
 from compress.best.question import Question
+from compress.pipeline.forecast import shown_time
 from compress.pipeline.inputs import RunInputs
 from compress.report.assemble import make_prompts
 from compress.report.pairing import Drafting
@@ -79,14 +80,10 @@ def _damages(asked: Question, ready: Ready) -> tuple[Damages, str]:
         return quality.measure(model, *given, seconds=60 * asked.minutes * _SHARE), MEASURED
     except TooLongError as error:
         context.note(
-            f"rounding each layer in every way would take about {_minutes(error.seconds)}, too much of --minutes "
+            f"rounding each layer in every way would take about {shown_time(error.seconds)}, too much of --minutes "
             f"{asked.minutes:g}: what that damages is estimated from gradients"
         )
     return estimate.estimate(model, *given), ESTIMATED
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
 def bytes_of_draft(draft: "Model | None", tokens: int, requests: int) -> int:

@@ -82,8 +82,8 @@ class Forecast:
         memory = self.memory + (0 if mapped else self.held)
         return (
             f"forecast: {shown(memory)} of memory{where}, {shown(self.disk)} of disk while it works, "
-            f"about {_time(self.seconds)} for the weights"
-            + (f" and {_time(self.training)} of training" if self.training else "")
+            f"about {shown_time(self.seconds)} for the weights"
+            + (f" and {shown_time(self.training)} of training" if self.training else "")
         )
 
 
@@ -310,7 +310,8 @@ def shown(size: float) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 
-def _time(seconds: float) -> str:
+def shown_time(seconds: float) -> str:
+    """Seconds, minutes or hours for people."""
     if seconds < 120:
         return f"{max(seconds, 1):.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
