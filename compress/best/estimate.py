@@ -86,7 +86,9 @@ def _unit_damages(
     tiled = _Feedback.of(hessian / by / by.unsqueeze(1), None) if has_tiles else None
     damages = [0.0] * len(unit.options)
     for name, layer in layers.items():
-        one, weight = seen[name], layer.weight.detach()
+        if (one := seen.get(name)) is None:
+            continue  # the model never runs it
+        weight = layer.weight.detach()
         rows, windows = weight[one.rows], torch.stack(one.windows)
         fed_back = ordered.squares(windows)
         on_tiles = None if tiled is None else tiled.squares(windows / by)

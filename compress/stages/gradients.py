@@ -58,7 +58,7 @@ class Gradients:
 
 
 def collect(model: Any, windows: Tensor, layers: Mapping[str, nn.Module], progress: Progress) -> dict[str, Gradients]:
-    """The gradients of linear layers, by name.
+    """The gradients of linear layers, by name; layers that the model never runs are missing, and change nothing.
 
     model     a transformers causal LM in float32, in eval mode; its parameters ask for no gradients afterwards.
     windows   (S, T) int64 tokens.
@@ -94,8 +94,8 @@ def _hooked(model: Any, layers: Mapping[str, nn.Module]) -> Iterator[dict[str, G
 
         return forward
 
-    # Parameters ask for no gradients, so that the first activations have to.
-    hooks = [model.get_input_embeddings().register_forward_hook(lambda *given: given[-1].requires_grad_(True))]
+    # Parameters ask for no gradients, so the first activations have to: a copy, for some models scale them in place.
+    hooks = [model.get_input_embeddings().register_forward_hook(lambda *given: given[-1].requires_grad_(True).clone())]
     hooks += [layer.register_forward_hook(seen(name)) for name, layer in layers.items()]
     try:
         yield found

@@ -132,11 +132,14 @@ def _unit(
 ) -> Unit:
     damage, stored = [0.0] * len(candidates), [0] * len(candidates)
     for part, layer in layers.items():
-        one, weight = seen[part], layer.weight.detach()
+        weight = layer.weight.detach()
+        for place, candidate in enumerate(candidates):
+            stored[place] += 8 * stored_bytes(candidate.stored_as, *weight.shape)
+        if (one := seen.get(part)) is None:
+            continue
         rows, squares = weight[one.rows], one.squares
         for place, candidate in enumerate(candidates):
             damage[place] += one.lost(weight, (rows - nearest(rows, candidate)).square_(), squares) / tokens
-            stored[place] += 8 * stored_bytes(candidate.stored_as, *weight.shape)
     if not all(map(math.isfinite, damage)):
         raise UserError(f"{name}: expected finite gradients, found others: check the weights for NaN or infinity")
     return Unit(

@@ -24,6 +24,7 @@ from compress.stages.sensitivity import (
 from runtime.formats import dequantize, int4, int8
 from runtime.formats import tensors as stored
 from runtime.formats.schemes import stored_bytes
+from runtime.models.tiny import tiny_model
 
 Tiny = Callable[..., Path]
 CANDIDATES = (Candidate(2, 32), Candidate(4, 64), Candidate(8, 0))
@@ -76,6 +77,18 @@ def test_damage_is_near_the_divergence_of_the_changed_model(tiny: Tiny, kind: st
     # The model is what it was: weights, forwards, hooks.
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
     assert not any("forward" in vars(module) or module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("kind", ["bart", "ctrl"])
+def test_models_that_run_some_layers_never_or_scale_in_place(kind: str) -> None:
+    """BART's decoder alone does not look at an encoder; CTRL scales what the embedding gives in place."""
+    model = tiny_model(kind).float().eval()
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and "lm_head" not in name]
+    found = {unit.name: unit for unit in estimate(model, text(), single_units(names), CANDIDATES[1:]).units}
+    never = {name for name in names if ".encoder_attn." in name}
+    assert bool(never) == (kind == "bart") and len(found) == len(names)
+    for name, unit in found.items():
+        assert unit.stored_bits[0] > 0 and all((damage == 0) == (name in never) for damage in unit.damage), name
 
 
 def test_layers_that_change_together(tiny: Tiny) -> None:
