@@ -64,7 +64,7 @@ def collect(model: Any, windows: Tensor, layers: Mapping[str, nn.Module], progre
     windows   (S, T) int64 tokens.
     progress  told ("gradients", windows done, windows).
 
-    Raises UserError where logits are not finite.
+    Raises UserError where logits are not finite, or a layer's outputs take no part in gradients (named).
     """
     model.requires_grad_(False)
     drawn = torch.Generator().manual_seed(0)
@@ -87,6 +87,11 @@ def _hooked(model: Any, layers: Mapping[str, nn.Module]) -> Iterator[dict[str, G
 
     def seen(name: str) -> Callable[..., None]:
         def forward(layer: nn.Linear, given: tuple[Tensor, ...], out: Tensor) -> None:
+            if not out.requires_grad:
+                raise UserError(
+                    f"{name}: expected gradients of the model's output to reach this layer, found none: add it to the "
+                    "recipe's ignore, or take a recipe that measures no sensitivity"
+                )
             # Evenly spaced: heads lie one after the other.
             rows = torch.linspace(0, layer.out_features - 1, min(_ROWS, layer.out_features)).round().long()
             one, inputs = found.setdefault(name, Gradients(rows)), given[0].detach()

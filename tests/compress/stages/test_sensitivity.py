@@ -91,6 +91,14 @@ def test_models_that_run_some_layers_never_or_scale_in_place(kind: str) -> None:
         assert unit.stored_bits[0] > 0 and all((damage == 0) == (name in never) for damage in unit.damage), name
 
 
+def test_layers_that_gradients_do_not_reach_are_named() -> None:
+    """Reformer's blocks run without gradients, and make theirs up afterwards."""
+    model = tiny_model("reformer").float().eval()
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and ".layers." in name]
+    with pytest.raises(UserError, match=r"layers\.\d+\..*expected gradients of the model's output to reach this layer"):
+        estimate(model, text(), single_units(names), CANDIDATES[1:])
+
+
 def test_layers_that_change_together(tiny: Tiny) -> None:
     model = load(tiny("llama"))
     units = fused_units(linears(model))
