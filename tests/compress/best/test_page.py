@@ -56,6 +56,7 @@ def test_all_that_was_asked_and_found_is_shown(written: tuple[Path, dict[str, An
         assert text.count("chosen") >= 1 and "breaks the budget of quality" in text
         for one in data["candidates"]:
             assert f"{one['measured']['disk'] / 1e6:.2f}" in text
+        assert "damages of layers" in text and f"{data['about']['damages']} " in text.replace(",", " ")
         learned, rotated = data["further"]
         assert f"learned.yaml: about {max(round(learned['seconds'] / 60), 1)} min more" in text
         assert rotated["does"] in text and "not offered: integers gain" in text and "rotated.yaml" not in text
