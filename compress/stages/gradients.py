@@ -58,7 +58,7 @@ class Gradients:
 
 
 def collect(model: Any, windows: Tensor, layers: Mapping[str, nn.Module], progress: Progress) -> dict[str, Gradients]:
-    """The gradients of linear layers, by name; layers that the model never runs are missing, and change nothing.
+    """The gradients of linear layers, by name; layers that have no part in the output are missing.
 
     model     a transformers causal LM in float32, in eval mode; its parameters ask for no gradients afterwards.
     windows   (S, T) int64 tokens.
@@ -77,7 +77,8 @@ def collect(model: Any, windows: Tensor, layers: Mapping[str, nn.Module], progre
             tokens = torch.multinomial(likely.detach().exp(), 1, generator=drawn)
             likely.gather(1, tokens).sum().backward()
     progress("gradients", len(windows), len(windows))
-    return found
+    # What runs and comes to nothing (a head that only training looks at) has no windows.
+    return {name: one for name, one in found.items() if one.windows}
 
 
 @contextmanager
