@@ -27,7 +27,7 @@ from runtime.contract import CacheKind
 if TYPE_CHECKING:
     from runtime.model.load import Model
 
-# Evaluation tokens for each choice: choices then take about as long as the losses do.
+# Evaluation tokens for each choice: of a large model choices then take about four times as long as the losses do.
 _TOKENS_PER_CHOICE = 8
 LEAST_CHOICES = 20  # fewer tell nothing
 _FEW = "the text has too few lines to choose from"
