@@ -8,7 +8,6 @@ What a layer's damage takes to be known is how large each weight's own rounding 
                  ⟨G M⁻ᵀ, r⟩, and the damage ½ Σ r² (G M⁻ᵀ)².
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,6 @@ from compress.best import quality
 from compress.best.quality import Damages
 from compress.best.replay import recorded
 from compress.best.space import Option, Unit
-from compress.errors import UserError
 from compress.progress import Progress
 from compress.quantize import rtn, trellis
 from compress.quantize.gptq import factorize
@@ -60,10 +58,7 @@ def estimate(model: Any, windows: Tensor, units: Sequence[Unit], blocks_at: str,
             mine = {name: layers[name] for name in unit.layers}
             factor = quality.input_factor(blocks[unit.block], kind, mine)
             sums = _unit_damages(unit, mine, seen, hessians[unit.name], factor)
-            if not all(map(math.isfinite, sums)):
-                raise UserError(
-                    f"{unit.name}: expected finite gradients, found others: check the weights for NaN or infinity"
-                )
+            gradients.check_finite(unit.name, sums)
             found.append(tuple(one / looked.numel() for one in sums))
     progress("sensitivity", len(units), len(units))
     return tuple(found)

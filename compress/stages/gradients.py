@@ -7,7 +7,8 @@ squares is left, ½ Σ G² E², and all that must be known of E is how large eac
 outputs stand for all of them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,6 +80,12 @@ def collect(model: Any, windows: Tensor, layers: Mapping[str, nn.Module], progre
     progress("gradients", len(windows), len(windows))
     # What runs and comes to nothing (a head that only training looks at) has no windows.
     return {name: one for name, one in found.items() if one.windows}
+
+
+def check_finite(unit: str, damages: Iterable[float]) -> None:
+    """Raises UserError naming the unit where its damages are not finite."""
+    if not all(map(math.isfinite, damages)):
+        raise UserError(f"{unit}: expected finite gradients, found others: check the weights for NaN or infinity")
 
 
 @contextmanager

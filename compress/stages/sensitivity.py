@@ -6,7 +6,6 @@ different layers are taken to add up, as HAWQ-V3 (Yao et al., 2021) and many oth
 forecast.
 """
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -140,8 +139,7 @@ def _unit(
         rows, squares = weight[one.rows], one.squares
         for place, candidate in enumerate(candidates):
             damage[place] += one.lost(weight, (rows - nearest(rows, candidate)).square_(), squares) / tokens
-    if not all(map(math.isfinite, damage)):
-        raise UserError(f"{name}: expected finite gradients, found others: check the weights for NaN or infinity")
+    gradients.check_finite(name, damage)
     return Unit(
         name, tuple(layers), sum(layer.weight.numel() for layer in layers.values()), tuple(damage), tuple(stored)
     )
